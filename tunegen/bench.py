@@ -1,0 +1,175 @@
+"""How time is measured: one protocol, its number (`model.PROTOCOL`) stored with every trial.
+
+Tens of calls are captured in a CUDA graph and the graph is replayed, so that no launch gap is measured. The calls
+rotate over sets of inputs, outputs and workspace of four times the last-level cache in all (at most MAX_SETS sets:
+below about 10 MB a call the data therefore stays in the cache, and microseconds rather than shares should be
+compared). Candidates are timed in interleaved blocks, their order rotated; every block also times a sentinel that
+moves the same bytes without arithmetic. The score is the median over blocks of time / sentinel time, which survives
+clocks, days and machines.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .launch import Argument, Variant
+from .model import Config, Measurement, OpSpec, Problem, Scratch
+from .reference import DTYPES
+from .render import render
+
+MAX_SETS = 24
+MAX_CALLS = 48
+REPLAY_SECONDS = 2e-3
+WARM_UP_SECONDS = 0.2
+SENTINEL_MOVED = 0.03
+SCREEN_BLOCKS = 3
+FINAL_BLOCKS = 20
+
+Call = Callable[[int], object]
+"""`call(i)` runs the op once on input set i."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A captured graph of `calls` calls; `alive` keeps what it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    alive: object
+
+
+class Bench:
+    """The rotated inputs and the sentinel of one problem on one GPU, on a stream of its own."""
+
+    def __init__(
+        self, spec: OpSpec, problem: Problem, device: torch.device, l2_bytes: int, sms: int, seed: int = 0
+    ) -> None:
+        self.spec, self.problem, self.device, self.sms = spec, problem, device, sms
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        nbytes = spec.bytes_moved(problem)
+        self.sets = max(2, min(MAX_SETS, -(-4 * l2_bytes // nbytes)))
+        wanted = max(self.sets, min(MAX_CALLS, int(REPLAY_SECONDS / max(nbytes / 4e12, 3e-6))))
+        self.calls = -(-wanted // self.sets) * self.sets
+        self.tensors = [self._tensors(seed + 1000 + i) for i in range(self.sets)]
+        self.sentinel = self._sentinel()
+        deadline = time.perf_counter() + WARM_UP_SECONDS
+        while time.perf_counter() < deadline:
+            self.time([self.sentinel], 1)
+
+    def _tensors(self, seed: int) -> dict[str, Tensor]:
+        found = self.spec.inputs(self.problem, self.device, seed)
+        for name, shape in self.spec.tensors(self.problem).items():
+            if shape.role == "output":
+                found[name] = torch.empty(shape.shape, dtype=DTYPES[shape.dtype], device=self.device)
+        return found
+
+    def _sentinel(self) -> Timed:
+        """Forward: the faster of `copy_` and a Triton copy; backward: an addition, two reads and a write."""
+        if self.problem.direction == "backward":
+            return self.capture(
+                lambda i: torch.add(self.tensors[i]["x"], self.tensors[i]["dy"], out=self.tensors[i]["dx"])
+            )
+        config = Config.of("copy", {"BLOCK_SIZE": 4096, "num_warps": 8})
+        constants = {"N": self.problem.hidden}
+        copy = Variant(
+            render("sentinel", "forward_copy", {}), config, constants, self.problem.accumulate, self.device, self.sms
+        )
+        graphs = [
+            self.capture(lambda i: self.tensors[i]["y"].copy_(self.tensors[i]["x"])),
+            self.capture(lambda i: copy(self.problem.rows, {f"{n}_ptr": self.tensors[i][n] for n in ("x", "y")})),
+        ]
+        times = self.time(graphs, 5)
+        return graphs[0] if statistics.median(times[0]) <= statistics.median(times[1]) else graphs[1]
+
+    def call(self, variant: Variant) -> Call:
+        """Calls of a variant with workspace of its own for each set."""
+        workspace: dict[tuple[int, str], Tensor] = {}
+        scalars = self.spec.scalars(self.problem)
+        arguments: list[dict[str, Argument]] = [
+            {**{f"{n}_ptr": t for n, t in tensors.items()}, **scalars} for tensors in self.tensors
+        ]
+
+        def run(i: int) -> None:
+            def allocate(name: str, scratch: Scratch) -> Tensor:
+                if (i, name) not in workspace:
+                    workspace[i, name] = variant.allocate(scratch)
+                elif scratch.zero:
+                    workspace[i, name].zero_()
+                return workspace[i, name]
+
+            variant(self.problem.rows, arguments[i], allocate)
+
+        return run
+
+    def capture(self, call: Call) -> Timed:
+        """Run every set twice, then capture the rotation as a graph. What a call returns is dropped at once."""
+        with torch.cuda.stream(self.stream):
+            for i in range(self.sets):
+                call(i)
+                call(i)
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for i in range(self.calls):
+                    call(i % self.sets)
+            graph.replay()
+            self.stream.synchronize()
+        return Timed(graph, self.calls, call)
+
+    def time(self, candidates: Sequence[Timed], blocks: int) -> list[list[float]]:
+        """Microseconds a call, per candidate and block; each block replays every candidate once, the order rotated."""
+        times: list[list[float]] = [[] for _ in candidates]
+        count = len(candidates)
+        with torch.cuda.stream(self.stream):
+            for block in range(blocks):
+                order = [(block + k) % count for k in range(count)]
+                if block % 2:
+                    order.reverse()
+                marks = []
+                for number in order:
+                    begin, end = _event(), _event()
+                    begin.record(self.stream)
+                    candidates[number].graph.replay()
+                    end.record(self.stream)
+                    marks.append((number, begin, end))
+                self.stream.synchronize()
+                for number, begin, end in marks:
+                    times[number].append(begin.elapsed_time(end) * 1e3 / candidates[number].calls)
+        return times
+
+    def measure(self, candidates: Sequence[Timed], blocks: int) -> list[Measurement]:
+        """Time candidates beside the sentinel; blocks whose sentinel moved are dropped, half of them at most."""
+        *times, sentinel = self.time([*candidates, self.sentinel], blocks)
+        kept = steady_blocks(sentinel)
+        return [summarize([t[b] for b in kept], [sentinel[b] for b in kept]) for t in times]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def steady_blocks(sentinel: Sequence[float]) -> list[int]:
+    """Numbers of the blocks whose sentinel is within SENTINEL_MOVED of the median, but no fewer than half: the
+    nearest ones."""
+    middle = statistics.median(sentinel)
+    by_distance = sorted(range(len(sentinel)), key=lambda b: abs(sentinel[b] - middle))
+    steady = sum(abs(s - middle) <= SENTINEL_MOVED * middle for s in sentinel)
+    return sorted(by_distance[: max(steady, -(-len(sentinel) // 2))])
+
+
+def summarize(blocks: Sequence[float], sentinel: Sequence[float]) -> Measurement:
+    """Medians over the kept blocks."""
+    ratios = [b / s for b, s in zip(blocks, sentinel, strict=True)]
+    return Measurement(
+        us=statistics.median(blocks),
+        score=statistics.median(ratios),
+        sentinel_us=statistics.median(sentinel),
+        blocks=tuple(blocks),
+        sentinel_blocks=tuple(sentinel),
+    )

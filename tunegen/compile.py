@@ -1,0 +1,175 @@
+"""Rendered text -> module -> compiled kernel, for the GPU at hand or for a named target on a machine that has none."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from .errors import CompileError
+from .model import Config, KernelSource, Launch, OpSpec, Plan, Problem, Resources, Silicon
+
+# Passed explicitly: later releases of Triton change the default, and the bits with it.
+FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+
+
+class ArgumentClass(NamedTuple):
+    """What a compiled kernel assumes of one argument: its type, whether 16 divides it, its value if that is fixed."""
+
+    type: str
+    divisible: bool = False
+    value: int | float | None = None
+
+
+@lru_cache(maxsize=4096)
+def _import(path: Path) -> ModuleType:
+    name = f"tunegen_kernels.{path.stem}"
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def load(source: KernelSource) -> ModuleType:
+    """Import the rendered file of `source`; imports triton. The module has `plan(p)` and its kernels."""
+    from .render import write
+
+    return _import(write(source))
+
+
+def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: int) -> Plan:
+    """What `config` launches for `rows` rows of `hidden` elements on a GPU with `sms` multiprocessors."""
+    plan: Plan = module.plan(SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers))
+    return plan
+
+
+def constexprs(kernel: Any) -> list[str]:
+    """Names of the kernel's `tl.constexpr` parameters."""
+    return [p.name for p in kernel.params if p.is_constexpr]
+
+
+def integer_class(name: str, value: int, hidden: int) -> ArgumentClass:
+    """How an integer is compiled: row strides may be fixed to N or known to be divisible by 16; no other value is
+    assumed."""
+    if name.endswith("_row_stride"):
+        return ArgumentClass("constexpr", value=hidden) if value == hidden else ArgumentClass("i64", value % 16 == 0)
+    return ArgumentClass("i32" if value < 2**31 else "i64")
+
+
+def compile_launch(launch: Launch, config: Config, classes: Mapping[str, ArgumentClass], target: Any) -> Any:
+    """Compile one kernel for `target` (a `triton.backends.compiler.GPUTarget`) and return Triton's CompiledKernel.
+
+    `classes` holds a class for every parameter by name (pointers end in `_ptr`). Raises CompileError.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    fixed = {name: classes[name].value for name in kernel.arg_names if classes[name].type == "constexpr"}
+    signature = {name: classes[name].type for name in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if classes[name].divisible}
+    options = FIXED_OPTIONS | {"num_warps": launch.num_warps or config.num_warps, "num_ctas": config.num_ctas}
+    try:
+        return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
+    except Exception as error:  # Triton raises a dozen types here, RuntimeError and AssertionError among them
+        raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
+
+
+def load_binary(compiled: Any) -> None:
+    """Load a compiled kernel onto the current device. Raises CompileError if that has too little shared memory or
+    registers."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        compiled.run  # noqa: B018 - the property loads
+    except OutOfResources as error:
+        raise CompileError(f"{compiled.name}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The most telling single line of an error, with its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line or "assert" in line]
+    return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}"
+
+
+def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Resources:
+    """Compile all kernels that `config` may launch for `problem`, with no GPU; resources of the first rendering's
+    main kernel.
+
+    Every tensor counts as contiguous and aligned, as when it is timed. Raises CompileError, also for more shared
+    memory than the silicon has.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    from .render import render
+
+    target = GPUTarget("cuda", silicon.capability, 32)
+    worst: Resources | None = None
+    for number, flags in enumerate(spec.flags(problem, config)):
+        module = load(render(spec.name, f"{problem.direction}_{config.family}", flags))
+        plan = make_plan(module, config, problem.hidden, problem.rows, silicon.sms)
+        for launch in plan.launches:
+            classes = expected_classes(spec, problem, config, plan, launch)
+            found = resources(compile_launch(launch, config, classes, target))
+            if found.shared_bytes > silicon.shared_limit:
+                raise CompileError(
+                    f"{launch.kernel.__name__}: {found.shared_bytes} bytes of shared memory a program, "
+                    f"{silicon.arch} has {silicon.shared_limit}"
+                )
+            if number == 0 and (worst is None or (found.spill_bytes or 0) > (worst.spill_bytes or 0)):
+                worst = found
+    assert worst is not None
+    return worst
+
+
+def expected_classes(
+    spec: OpSpec, problem: Problem, config: Config, plan: Plan, launch: Launch
+) -> dict[str, ArgumentClass]:
+    """The classes of contiguous, aligned arguments, without any tensor at hand."""
+    classes = {f"{n}_ptr": ArgumentClass(f"*{t.dtype}", True) for n, t in spec.tensors(problem).items()}
+    classes |= {f"{n}_ptr": ArgumentClass(f"*{s.dtype}", True) for n, s in plan.scratch.items()}
+    fixed = constexprs(launch.kernel)
+    for name, value in {**spec.constants(problem), **config.numbers, **spec.scalars(problem), **launch.values}.items():
+        if name in fixed:
+            classes[name] = ArgumentClass("constexpr", value=value)
+        elif isinstance(value, float):
+            classes[name] = ArgumentClass(problem.accumulate)
+        else:
+            classes[name] = integer_class(name, value, problem.hidden)
+    return classes
+
+
+def resources(compiled: Any) -> Resources:
+    """Registers and spilled bytes a thread, read from the binary by the cuobjdump that comes with Triton; None
+    without it."""
+    shared = int(compiled.metadata.shared)
+    path = next((p for n, p in compiled.metadata_group.items() if n.endswith(".cubin")), None)
+    if path is None:
+        return Resources(None, None, shared, compiled.hash)
+    registers, spilled = _resource_usage(str(path))
+    return Resources(registers, spilled, shared, compiled.hash)
+
+
+@lru_cache(maxsize=8192)
+def _resource_usage(cubin: str) -> tuple[int | None, int | None]:
+    from triton import knobs
+
+    try:
+        tool = knobs.nvidia.cuobjdump.path
+        output = subprocess.run(
+            [tool, "-res-usage", cubin], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None, None
+    found = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    return (int(found[1]), int(found[2])) if found else (None, None)

@@ -1,0 +1,35 @@
+"""Every error that tunegen raises on purpose, one sentence each."""
+
+from __future__ import annotations
+
+
+class TunegenError(Exception):
+    """Base of all errors raised by tunegen itself; the command line prints it as one line and exits with 2."""
+
+
+class SearchSpaceError(TunegenError):
+    """A search space file is wrong; the message names the file, the line and the key."""
+
+
+class ExpressionError(TunegenError):
+    """An expression of a search space uses something outside the whitelist, or cannot be evaluated."""
+
+
+class RenderError(TunegenError):
+    """A template is missing, leaves a variable undefined, or renders to text that is no Python."""
+
+
+class CompileError(TunegenError):
+    """A kernel does not compile for its target, or needs more than the target has."""
+
+
+class StoreError(TunegenError):
+    """The database cannot be opened, written or understood."""
+
+
+class ResourceMissingError(TunegenError):
+    """A folder that ships with tunegen (templates, search_spaces) is nowhere to be found."""
+
+
+class WorkerError(TunegenError):
+    """The measuring process cannot be started or kept alive."""

@@ -1,0 +1,140 @@
+"""A config bound to a device: compiles what the arguments at hand need, once, and launches it. The only place that
+launches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import paths
+from .compile import ArgumentClass, compile_launch, constexprs, integer_class, load, load_binary, make_plan
+from .model import Config, KernelSource, Launch, Plan, Scratch
+from .reference import DTYPE_NAMES, DTYPES
+
+# Releases whose compiled kernels are launched directly: their `CompiledKernel.run` takes the same arguments. Any
+# other goes the official way, kernel[grid](...), which is slower on the host by about 10 us a launch.
+DIRECT_LAUNCH = ("3.6", "3.7", "3.8", "3.9")
+
+Argument = Tensor | int | float
+Allocate = Callable[[str, Scratch], Tensor]
+
+
+@lru_cache(maxsize=1)
+def launches_directly() -> bool:
+    """Whether this process may launch compiled kernels itself; says so once where it may not."""
+    if paths.interpreted():
+        return False
+    import triton
+
+    minor = ".".join(triton.__version__.split(".")[:2])
+    if minor not in DIRECT_LAUNCH:
+        logging.getLogger("tunegen").warning(
+            "Triton %s is not on the tested list: using its slower official launch", minor
+        )
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _fixed_names(kernel: Any) -> frozenset[str]:
+    return frozenset(constexprs(kernel))
+
+
+class Variant:
+    """One config of one rendered template on one device.
+
+    `constants` are the constexprs that come from the problem (N, OFFSET). Compiled kernels are kept by what they
+    assume of their arguments: dtypes, 16-byte alignment, row strides.
+    """
+
+    def __init__(
+        self,
+        source: KernelSource,
+        config: Config,
+        constants: Mapping[str, int | float],
+        accumulate: str,
+        device: torch.device,
+        sms: int,
+    ) -> None:
+        self.module: ModuleType = load(source)
+        self.source, self.config, self.device, self.sms = source, config, device, sms
+        self.constants = {**constants, **config.numbers}
+        self.hidden = int(constants["N"])
+        self.accumulate = accumulate
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self._plan: tuple[int, Plan] | None = None
+
+    def plan(self, rows: int) -> Plan:
+        """Launches and workspace for `rows` rows; the last one is remembered."""
+        if self._plan is None or self._plan[0] != rows:
+            self._plan = rows, make_plan(self.module, self.config, self.hidden, rows, self.sms)
+        return self._plan[1]
+
+    def __call__(self, rows: int, arguments: Mapping[str, Argument], allocate: Allocate | None = None) -> None:
+        """Run all launches on the current stream of the device.
+
+        `arguments` maps kernel parameter names (`x_ptr`, `x_row_stride`, ...) to tensors and numbers; `allocate(name,
+        scratch)` returns the workspace tensors, new ones by default.
+        """
+        plan = self.plan(rows)
+        bound = dict(arguments)
+        for name, scratch in plan.scratch.items():
+            bound[f"{name}_ptr"] = allocate(name, scratch) if allocate else self.allocate(scratch)
+        if not launches_directly():
+            for launch in plan.launches:
+                self._launch_officially(launch, bound)
+        elif torch.cuda.current_device() == self.device.index:
+            for launch in plan.launches:
+                self._launch(launch, bound)
+        else:
+            with torch.cuda.device(self.device):
+                for launch in plan.launches:
+                    self._launch(launch, bound)
+
+    def allocate(self, scratch: Scratch) -> Tensor:
+        """A workspace tensor as a plan describes it."""
+        make = torch.zeros if scratch.zero else torch.empty
+        return make(scratch.shape, dtype=DTYPES[scratch.dtype], device=self.device)
+
+    def _launch_officially(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
+        values = {**bound, **launch.values, **{n: v for n, v in self.constants.items() if n not in launch.values}}
+        named = {name: values[name] for name in launch.kernel.arg_names}
+        options = {"num_warps": launch.num_warps or self.config.num_warps, "num_ctas": self.config.num_ctas}
+        launch.kernel[launch.grid](**named, **options)
+
+    def _launch(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
+        from triton import knobs
+        from triton.runtime.driver import driver
+
+        kernel = launch.kernel
+        values = {**self.constants, **bound, **launch.values}
+        fixed = _fixed_names(kernel)
+        classes = tuple(self._classify(n, values[n], n in fixed) for n in kernel.arg_names)
+        key = (kernel.__name__, launch.num_warps, classes)
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            by_name = dict(zip(kernel.arg_names, classes, strict=True))
+            compiled = compile_launch(launch, self.config, by_name, driver.active.get_current_target())
+            load_binary(compiled)
+            self.compiled[key] = compiled
+        grid = (*launch.grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(self.device.index)
+        ordered = [values[n] for n in kernel.arg_names]
+        metadata = compiled.launch_metadata(grid, stream, *ordered)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *ordered)
+
+    def _classify(self, name: str, value: Argument, fixed: bool) -> ArgumentClass:
+        if isinstance(value, Tensor):
+            return ArgumentClass(f"*{DTYPE_NAMES[value.dtype]}", value.data_ptr() % 16 == 0)
+        if fixed:
+            return ArgumentClass("constexpr", value=value)
+        if isinstance(value, float):
+            return ArgumentClass(self.accumulate)
+        return integer_class(name, value, self.hidden)

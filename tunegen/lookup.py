@@ -1,0 +1,181 @@
+"""What the running program reads from the database: one short read-only query when the dispatcher misses.
+
+Nothing here may fail a caller. A database that is busy, missing, unreadable or of another schema is a miss; a damaged
+one is moved aside, named in one warning, and a miss. Nothing read is executed, and each row is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .model import Problem, Silicon, Value
+from .silicon import FACTS
+
+logger = logging.getLogger("tunegen")
+
+# SQLite waits once to read the schema and once to read rows: a miss comes after 0.24 s at most.
+_WAIT_SECONDS = 0.12
+_warned: set[str] = set()
+_PROBLEM = tuple(field.name for field in fields(Problem) if field.name != "rows")
+_ORDER = "final DESC, cost, spills, warps, parameters, family, id"
+_COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half")
+_QUERY = f"""
+SELECT {", ".join(_COLUMNS)} FROM (
+    SELECT *, row_number() OVER (PARTITION BY rows, family, digest ORDER BY {_ORDER}) AS place
+    FROM candidates
+    WHERE silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol AND kind = 'measured'
+        AND {" AND ".join(f"{name} = :{name}" for name in _PROBLEM)}
+) WHERE place = 1 ORDER BY rows, {_ORDER}"""
+
+
+class StoredChoice(NamedTuple):
+    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished."""
+
+    family: str
+    parameters: dict[str, Value]
+    digest: str
+    rows: int
+    us: float
+    silicon_name: str
+    trial_id: int
+    half: bool
+
+
+def database_exists(path: Path) -> bool:
+    """Whether there is a file to look into; an empty one counts as none."""
+    try:
+        return os.path.isfile(path) and os.path.getsize(path) > 0
+    except OSError:
+        return False
+
+
+def find_winners(
+    path: Path, silicon: Silicon, problem: Problem, triton: str, protocol: int, *, alternatives: bool = False
+) -> list[StoredChoice]:
+    """The fastest choice for every stored row count of this problem, on this GPU or one with the same facts.
+
+    Choices for the GPU's own name come first, then by rows. With `alternatives`, the winner of a row count is followed
+    by the best of each other family and digest, best first: for a caller that finds that the winner's template has been
+    edited since, or that it no longer compiles. Raises nothing: whatever is wrong with the file, the list is empty.
+    """
+    if not database_exists(path):
+        return []
+    key = {name: _plain(getattr(problem, name)) for name in _PROBLEM}
+    key |= {"triton": triton, "protocol": protocol}
+    try:
+        rows = _read(path, silicon, key)
+    except sqlite3.Error as error:
+        if _is_damage(error):
+            _set_aside(path, error)
+        else:
+            logger.debug("database %s not used: %s", path, error)
+        return []
+    choices = [choice for choice in map(_choice, rows) if choice is not None]
+    return choices if alternatives else _first_of_each(choices)
+
+
+def _read(path: Path, silicon: Silicon, key: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Raw rows with text as bytes: one that is no UTF-8 must not fail the query."""
+    facts = {fact: getattr(silicon, fact) for fact in FACTS} | {"name": silicon.name}
+    sql = f"SELECT id FROM silicon WHERE {' AND '.join(f'{f} = :{f}' for f in FACTS)} ORDER BY name <> :name, name"
+    with _reading(path) as connection:
+        ids = [row[0] for row in connection.execute(sql, facts).fetchall()]
+        return [row for i in ids for row in connection.execute(_QUERY, {**key, "silicon_id": i}).fetchall()]
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """One read transaction. `mode=ro` never makes the file; `immutable=1` would ignore a writer's journal."""
+    uri = f"{Path(path).absolute().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_WAIT_SECONDS, isolation_level=None)) as connection:
+        connection.text_factory = bytes
+        connection.execute("BEGIN")
+        yield connection
+
+
+def _plain(value: object) -> object:
+    """A problem's value as its column holds it: no weight is the empty text."""
+    if value is None:
+        return ""
+    return int(value) if isinstance(value, bool) else value
+
+
+def _choice(row: tuple[Any, ...]) -> StoredChoice | None:
+    """The row as a choice; None when anything in it is unreadable or of the wrong type."""
+    family, parameters, digest, rows, us, silicon, trial_id, half = row
+    try:
+        texts = [text.decode("utf-8") for text in (family, digest, silicon)]
+        values = json.loads(parameters.decode("utf-8"))
+    except (AttributeError, ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not all(type(value) in (int, str) for value in values.values()):
+        return None
+    if not texts[0] or type(rows) is not int or rows < 1 or type(us) is not float or not 0 < us < math.inf:
+        return None
+    return StoredChoice(texts[0], values, texts[1], rows, us, texts[2], trial_id, bool(half))
+
+
+def _first_of_each(choices: list[StoredChoice]) -> list[StoredChoice]:
+    firsts: dict[tuple[str, int], StoredChoice] = {}
+    for choice in choices:
+        firsts.setdefault((choice.silicon_name, choice.rows), choice)
+    return list(firsts.values())
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """Whether it is SQLITE_CORRUPT or SQLITE_NOTADB: those are a bare DatabaseError (Python 3.10 has no codes)."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def _set_aside(path: Path, error: sqlite3.Error) -> None:
+    """Rename a damaged file, under a lock, so that the next sweep starts afresh; warn once, in one process."""
+    try:
+        with _locked(path):
+            if not _still_damaged(path):
+                return
+            aside = f"{path}.broken-{datetime.now():%Y%m%d-%H%M%S-%f}"
+            # Journals go first: left alone beside a new database, they would be played back into it.
+            for suffix in ("-journal", "-wal", "-shm", ""):
+                if os.path.exists(f"{path}{suffix}"):
+                    os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+    except BlockingIOError:
+        return  # another process is moving it
+    except (OSError, ImportError) as obstacle:
+        if str(path) not in _warned:
+            _warned.add(str(path))
+            logger.warning("database %s is damaged (%s) and cannot be moved aside (%s)", path, error, obstacle)
+        return
+    logger.warning("database %s is damaged (%s): moved to %s, default choices are used", path, error, aside)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold `<path>.lock`, which ends with its process. Raises BlockingIOError when another process holds it."""
+    import fcntl
+
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _still_damaged(path: Path) -> bool:
+    """Whether the file fails to be read through; another process may have replaced it since."""
+    try:
+        with _reading(path) as connection:
+            result = connection.execute("PRAGMA quick_check(1)").fetchone()
+            return bool(result != (b"ok",))
+    except sqlite3.Error as error:
+        return _is_damage(error)

@@ -1,0 +1,261 @@
+"""The records that travel between layers: plain values, no torch, no triton."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+CASTINGS = ("fp32", "llama")
+DIRECTIONS = ("forward", "backward")
+
+PROTOCOL = 1
+"""Version of the way time is measured (`bench`); stored with every trial, a part of the key."""
+
+Value = int | str
+"""A parameter of a config: an int is a `tl.constexpr` (or a launch option), a str decides structure in the template."""
+
+
+class TrialState(str, enum.Enum):
+    """What became of a candidate; only an OK trial has a time."""
+
+    OK = "ok"
+    CONSTRAINT = "constraint"
+    COMPILE = "compile"
+    RUNTIME = "runtime"
+    INCORRECT = "incorrect"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to tune: everything about the call that could change which kernel is best or what is right.
+
+    `hidden` is N, the normalised width, `rows` is M, the product of all other sizes. `weight_dtype` is None without a
+    weight. `offset` says whether something is added to the weight (Gemma), not how much. `weight_grad` is False in
+    the forward direction and where the weight is frozen or absent.
+    """
+
+    op: str
+    direction: str
+    hidden: int
+    rows: int
+    x_dtype: str = "bf16"
+    weight_dtype: str | None = "bf16"
+    casting: str = "fp32"
+    offset: bool = False
+    weight_grad: bool = False
+    residual: bool = False
+    layout: str = "contiguous"
+    policy: str = "fastest"
+    regime: str = "cold_graph"
+
+    @property
+    def accumulate(self) -> str:
+        """The dtype of sums and of rstd: fp64 for fp64 inputs, else fp32."""
+        return "fp64" if self.x_dtype == "fp64" else "fp32"
+
+    @property
+    def rows_bucket(self) -> int:
+        """Rows rounded up to a power of two: what the database and the dispatcher tell apart."""
+        return rows_bucket(self.rows)
+
+    def label(self) -> str:
+        """Short text for people, such as `forward 16384x4096 bf16`."""
+        frozen = " dx only" if self.direction == "backward" and not self.weight_grad else ""
+        return f"{self.direction} {self.rows}x{self.hidden} {self.x_dtype}{frozen}"
+
+
+def rows_bucket(rows: int) -> int:
+    """`rows` rounded up to a power of two, at least 1."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Config:
+    """One point of a family's search space: its parameters, launch options (`num_warps`, `num_ctas`) among them."""
+
+    family: str
+    parameters: tuple[tuple[str, Value], ...] = ()
+
+    LAUNCH_OPTIONS = ("num_warps", "num_ctas")
+
+    @classmethod
+    def of(cls, family: str, parameters: Mapping[str, Value]) -> Config:
+        """Build from a mapping; the order of keys does not matter."""
+        return cls(family, tuple(sorted(parameters.items())))
+
+    def __getitem__(self, name: str) -> Value:
+        return dict(self.parameters)[name]
+
+    @property
+    def structure(self) -> dict[str, str]:
+        """String-valued parameters: they go to Jinja."""
+        return {k: v for k, v in self.parameters if isinstance(v, str)}
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Integer-valued parameters without launch options: they go to `tl.constexpr`."""
+        return {k: v for k, v in self.parameters if isinstance(v, int) and k not in self.LAUNCH_OPTIONS}
+
+    @property
+    def num_warps(self) -> int:
+        """Warps a program, 4 unless the family says otherwise."""
+        return int(dict(self.parameters).get("num_warps", 4))
+
+    @property
+    def num_ctas(self) -> int:
+        """Thread blocks a cluster, 1 unless the family says otherwise."""
+        return int(dict(self.parameters).get("num_ctas", 1))
+
+    def to_json(self) -> str:
+        """The parameters as JSON with sorted keys, the form that the database holds."""
+        return json.dumps(dict(self.parameters), sort_keys=True)
+
+    def label(self) -> str:
+        """Short text for people, such as `single_block ROWS=2 num_warps=8`."""
+        return " ".join([self.family, *(f"{k}={v}" for k, v in self.parameters)])
+
+
+class Scratch(NamedTuple):
+    """Workspace of a plan: allocated before its launches, filled with zeros where `zero` says so."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    zero: bool = False
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan. `values` are further arguments, by name; `num_warps` overrides the config's."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    values: Mapping[str, int] = {}
+    num_warps: int | None = None
+
+
+class Plan(NamedTuple):
+    """What a template's `plan(p)` returns: the workspace and the launches of one call, in order."""
+
+    launches: tuple[Launch, ...]
+    scratch: Mapping[str, Scratch] = {}
+
+    def scratch_bytes(self) -> int:
+        """Bytes of workspace one call needs."""
+        total = 0
+        for item in self.scratch.values():
+            size = DTYPE_BYTES[item.dtype]
+            for extent in item.shape:
+                size *= extent
+            total += size
+        return total
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A rendered template: its text, a digest of its code without comments, the flags it was rendered with."""
+
+    op: str
+    template: str
+    text: str
+    digest: str
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiler spent on a kernel: registers and spilled bytes a thread, shared memory a program, in bytes."""
+
+    registers: int | None
+    spill_bytes: int | None
+    shared_bytes: int
+    binary: str = ""
+
+
+@dataclass(frozen=True)
+class Silicon:
+    """What the GPU is, by facts rather than by name: the part of the key that says where a timing is valid."""
+
+    name: str
+    capability: int
+    sms: int
+    l2_bytes: int
+    memory_clock_khz: int
+    memory_bus_bits: int
+    shared_limit: int
+    memory_bytes: int = 0
+
+    @property
+    def arch(self) -> str:
+        """Such as `sm_90`."""
+        return f"sm_{self.capability}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """GPU time of one candidate. Times in microseconds a call; `blocks` are the raw block medians, `sentinel_blocks`
+    those of the sentinel measured in the same blocks; `score` is the median of their ratios (1.0 = as fast as the
+    sentinel)."""
+
+    us: float
+    score: float
+    sentinel_us: float
+    blocks: tuple[float, ...]
+    sentinel_blocks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate and what became of it."""
+
+    problem: Problem
+    config: Config
+    state: TrialState
+    digest: str = ""
+    kind: str = "measured"
+    stage: str = "screen"
+    reason: str = ""
+    resources: Resources | None = None
+    scratch_bytes: int | None = None
+    error_ulp: float | None = None
+    measurement: Measurement | None = None
+    estimate_us: float | None = None
+
+
+class Tensor(NamedTuple):
+    """A tensor argument of an op: shape, dtype, and whether kernels read it (`input`) or write it (`output`). An
+    output is never held to less than `floor_ulp` ulp of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    floor_ulp: float = 1.0
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """All that the pipeline must know of an op; the callables take a `Problem` first.
+
+    `tensors(problem)` names every tensor argument, as kernels do without their `_ptr`. `scalars(problem)` gives the
+    run-time numbers, `constants(problem)` the constexprs that do not come from the config. `flags(problem, config)`
+    is one set of Jinja flags for each rendering that the product may launch; the first one is timed. `bytes_moved`
+    counts each input read once and each output written once. `inputs(problem, device, seed)` draws the input tensors.
+    `expected(problem, inputs, dtype)` is the reference computed in that dtype. `torch_call(problem, inputs)` returns
+    torch's own form of the op as a function without arguments, and `compiled_call` the same for `torch.compile` of
+    the plain formula.
+    """
+
+    name: str
+    tensors: Callable[[Problem], dict[str, Tensor]]
+    scalars: Callable[[Problem], dict[str, int | float]]
+    constants: Callable[[Problem], dict[str, int | float]]
+    flags: Callable[[Problem, Config], list[dict[str, Any]]]
+    bytes_moved: Callable[[Problem], int]
+    inputs: Callable[..., dict[str, Any]]
+    expected: Callable[..., dict[str, Any]]
+    torch_call: Callable[..., Callable[[], Any]]
+    compiled_call: Callable[..., Callable[[], Any]]

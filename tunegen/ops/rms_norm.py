@@ -1,0 +1,247 @@
+"""`rms_norm` as users call it: checks, the choice of a kernel, autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import dispatch, paths, reference
+from ..dispatch import Choice, Key
+from ..errors import CompileError
+from ..launch import Argument
+from ..model import CASTINGS, Problem, rows_bucket
+from ..reference import DTYPE_NAMES
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "fp32"
+) -> Tensor:
+    """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    Args:
+        x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64. weight: (N) in any of these dtypes,
+        on x's device, or None. eps: a finite Python number >= 0, added to the mean of squares; 1e-6 in every dtype.
+        offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight. casting: "fp32" computes in fp32
+        and rounds once; "llama" rounds x-hat to x's dtype before the product with the weight,
+            as Hugging Face's Llama and Qwen3 do.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64 inputs are
+        computed in fp64, all others in fp32.
+
+    Raises:
+        TypeError: x or weight is no floating-point tensor of these dtypes; eps or offset is no Python number.
+        ValueError: a wrong weight shape, different devices, N = 0, eps or offset out of range, an unknown casting.
+
+    The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
+    tuning database names, else by the built-in default; everything else by torch operators.
+    """
+    _check(x, weight, eps, offset, casting)
+    if not _has_kernels(x):
+        return by_torch(x, weight, eps, offset, casting)
+    x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
+    if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
+        return _forward(x, weight, eps, offset, casting, save_rstd=False)[0]
+    key, problem = _identify("backward", x, weight, offset, casting, weight_grad)
+    choice = dispatch.choose(key, problem, x.device)
+    if choice.config is None:
+        return by_torch(x, weight, eps, offset, casting)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd)
+    return y
+
+
+def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
+    """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
+    fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
+    if fused and x.numel():
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return reference.rms_norm(x, weight, eps, offset=offset, casting=casting)
+
+
+def _check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES:
+        raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
+    for name, value in (("eps", eps), ("offset", offset)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; pass float({name})")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    if eps < 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+    if casting not in CASTINGS:
+        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
+        raise TypeError(f"weight must be a tensor of {_dtypes()} or None, got {_kind(weight)}")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have shape ({x.shape[-1]},), the last axis of x, got {tuple(weight.shape)}")
+    if weight.device != x.device:
+        raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
+
+
+def _dtypes() -> str:
+    return ", ".join(DTYPE_NAMES.values())
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether kernels may run: torch answers CPU and ROCm tensors, empty ones, functorch transforms, and under
+    torch.compile."""
+    return (
+        x.is_cuda
+        and x.numel() > 0
+        and torch.version.hip is None
+        and not torch.compiler.is_compiling()
+        and not paths.disabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _identify(
+    direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool
+) -> tuple[Key, Problem]:
+    hidden = x.shape[-1]
+    rows = x.numel() // hidden
+    with_offset = weight is not None and offset != 0.0
+    weight_dtype = None if weight is None else DTYPE_NAMES[weight.dtype]
+    key = (
+        direction,
+        hidden,
+        rows_bucket(rows),
+        x.dtype,
+        weight_dtype,
+        casting,
+        with_offset,
+        weight_grad,
+        x.device.index,
+    )
+    problem = Problem(
+        "rms_norm", direction, hidden, rows, DTYPE_NAMES[x.dtype], weight_dtype, casting, with_offset, weight_grad
+    )
+    return key, problem
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """(..., N) -> (M, N) with adjacent columns: a view where strides allow it, else a copy."""
+    hidden = tensor.shape[-1]
+    if tensor.stride(-1) != 1 and hidden > 1:
+        tensor = tensor.contiguous()
+    if tensor.dim() == 2:
+        return tensor
+    try:
+        return tensor.view(-1, hidden)
+    except RuntimeError:  # rows at no common distance, such as transposed heads
+        return tensor.contiguous().view(-1, hidden)
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y, and rstd (M) if it is to be saved."""
+    rows = as_rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(rows.shape[0], dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
+    tensors = {"x_ptr": rows, "w_ptr": weight, "y_ptr": y, "rstd_ptr": rstd}
+    key, problem = _identify("forward", x, weight, offset, casting, False)
+    if not _launch(key, problem, tensors, eps, offset, save_rstd):
+        y = by_torch(x, weight, eps, offset, casting)
+        if save_rstd:
+            wide = rows.to(reference.accumulate_dtype(x))
+            rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    return y, rstd
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """dx, and dw if it is wanted."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
+    tensors = {
+        "x_ptr": as_rows(x),
+        "w_ptr": weight,
+        "dy_ptr": as_rows(dy),
+        "rstd_ptr": rstd,
+        "dx_ptr": dx,
+        "dw_ptr": dw,
+    }
+    key, problem = _identify("backward", x, weight, offset, casting, weight_grad)
+    if not _launch(key, problem, tensors, eps, offset, False):
+        return _backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+    return dx, dw
+
+
+def _backward_by_torch(
+    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, weight_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The backward formula in torch operators, differentiable in dy, x and the weight."""
+    acc = reference.accumulate_dtype(x)
+    hidden = x.shape[-1]
+    round_to = x.dtype if casting == "llama" else None
+    wide_dy, wide_x = dy.reshape(-1, hidden).to(acc), x.reshape(-1, hidden).to(acc)
+    dx, dw, _ = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
+    return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
+
+
+def _launch(
+    key: Key, problem: Problem, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool
+) -> bool:
+    """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
+    choice."""
+    x = tensors["x_ptr"]
+    assert x is not None
+    arguments: dict[str, Argument] = {name: t for name, t in tensors.items() if t is not None}
+    arguments |= {"M": x.shape[0], "eps": float(eps), "x_row_stride": x.stride(0)}
+    if (weight := tensors["w_ptr"]) is not None:
+        arguments["w_ptr"] = weight.contiguous()
+    if (dy := tensors.get("dy_ptr")) is not None:
+        arguments["dy_row_stride"] = dy.stride(0)
+    while True:
+        choice: Choice = dispatch.choose(key, problem, x.device)
+        if choice.config is None or (choice.saves_rstd and tensors["rstd_ptr"] is None):
+            return False
+        try:
+            choice.variant(save_rstd, offset)(x.shape[0], arguments)
+        except CompileError as error:
+            dispatch.demote(key, choice, error)
+        else:
+            return True
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
+    ) -> Tensor:
+        y, rstd = _forward(x, weight, eps, offset, casting, save_rstd)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.contract = eps, offset, casting
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        eps, offset, casting = ctx.contract
+        weight_grad = ctx.needs_input_grad[1]
+        if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
+            dx, dw = _backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+        else:
+            dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad)
+        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None

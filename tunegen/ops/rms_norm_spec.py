@@ -1,0 +1,202 @@
+"""What the pipeline knows of RMSNorm: its tensors, bytes, inputs, reference, and torch's own forms of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import reference
+from ..model import DTYPE_BYTES, Config, OpSpec, Problem
+from ..model import Tensor as Shape
+from ..reference import DTYPES
+
+EPS = 1e-6
+RSTD_FLOOR_ULP = 4.0
+"""rstd never leaves the op. CUDA's rsqrtf alone may be 2 ulp off, and half the relative error of the sum comes on
+top: an order of addition that torch happens not to use is no fault. A bf16 rstd is off by thousands."""
+
+CHUNK_ELEMENTS = 1 << 24
+"""Elements whose reference is computed at a time: 128 MB a temporary in float64."""
+
+OFFSET = 1.0
+"""The value that is tuned with where a problem has an offset (Gemma's); the timing does not depend on it."""
+
+
+def tensors(problem: Problem) -> dict[str, Shape]:
+    """x, dy, y, dx are (rows, hidden) in x's dtype; w, dw (hidden) in the weight's; rstd (rows) in the accumulation
+    dtype."""
+    rows, hidden = problem.rows, problem.hidden
+    forward = problem.direction == "forward"
+    found = {"x": Shape((rows, hidden), problem.x_dtype, "input")}
+    if problem.weight_dtype:
+        found["w"] = Shape((hidden,), problem.weight_dtype, "input")
+    if forward:
+        found["y"] = Shape((rows, hidden), problem.x_dtype, "output")
+    else:
+        found["dy"] = Shape((rows, hidden), problem.x_dtype, "input")
+        found["dx"] = Shape((rows, hidden), problem.x_dtype, "output")
+    found["rstd"] = Shape((rows,), problem.accumulate, "output" if forward else "input", RSTD_FLOOR_ULP)
+    if problem.weight_grad and problem.weight_dtype:
+        found["dw"] = Shape((hidden,), problem.weight_dtype, "output")
+    return found
+
+
+def scalars(problem: Problem) -> dict[str, int | float]:
+    """Run-time numbers of contiguous tensors."""
+    strides = ("x_row_stride",) if problem.direction == "forward" else ("x_row_stride", "dy_row_stride")
+    return {"M": problem.rows, "eps": EPS, **dict.fromkeys(strides, problem.hidden)}
+
+
+def constants(problem: Problem, offset: float = OFFSET) -> dict[str, int | float]:
+    """N, and OFFSET where something is added to the weight."""
+    return {"N": problem.hidden, **({"OFFSET": offset} if problem.offset else {})}
+
+
+def flags(problem: Problem, config: Config) -> list[dict[str, Any]]:
+    """Jinja flags of the renderings in use: forward without and with rstd saved for backward."""
+    base: dict[str, Any] = {
+        "weight": problem.weight_dtype is not None,
+        "casting": problem.casting,
+        "offset": problem.offset,
+        "acc": {"fp32": "tl.float32", "fp64": "tl.float64"}[problem.accumulate],
+        "acc_name": problem.accumulate,
+        **config.structure,
+    }
+    if problem.direction == "forward":
+        return [{**base, "save_rstd": False}, {**base, "save_rstd": True}]
+    return [base]
+
+
+def bytes_moved(problem: Problem) -> int:
+    """Each (rows, hidden) tensor once: two streams forward, three backward. Weight and rstd are left out, as is
+    usual."""
+    streams = 2 if problem.direction == "forward" else 3
+    return streams * problem.rows * problem.hidden * DTYPE_BYTES[problem.x_dtype]
+
+
+def inputs(problem: Problem, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Random inputs; rows of x differ in scale by up to 16, so that rstd visits several binades, and dy is never
+    constant."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    rows, hidden = problem.rows, problem.hidden
+    scale = torch.exp2(4 * torch.rand((rows, 1), generator=generator, device=device) - 2)
+    found = {"x": (draw(rows, hidden) * scale).to(DTYPES[problem.x_dtype])}
+    if problem.weight_dtype:
+        center = 0.0 if problem.offset else 1.0
+        found["w"] = (center + 0.25 * draw(hidden)).to(DTYPES[problem.weight_dtype])
+    if problem.direction == "backward":
+        found["dy"] = draw(rows, hidden).to(DTYPES[problem.x_dtype])
+        wide = found["x"].to(DTYPES[problem.accumulate])
+        found["rstd"] = torch.rsqrt(wide.square().mean(-1) + EPS)
+    return found
+
+
+Expected = dict[str, tuple[Tensor, Tensor | None]]
+
+
+def expected(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> Expected:
+    """Outputs by name, each with its slack (see `reference.forward`), computed in `dtype` and not rounded."""
+    step = max(1, CHUNK_ELEMENTS // problem.hidden)
+    parts = []
+    for start in range(0, problem.rows, step):
+        rows = {name: t if name == "w" else t[start : start + step] for name, t in given.items()}
+        parts.append(_expected_rows(problem, rows, dtype))
+    return {name: _join(name, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _join(name: str, parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """dw is a sum over rows, every other output has a part for each."""
+    values = [value for value, _ in parts]
+    slacks = [slack for _, slack in parts if slack is not None]
+    if name == "dw":
+        return torch.stack(values).sum(0), torch.stack(slacks).sum(0) if slacks else None
+    return torch.cat(values), torch.cat(slacks) if slacks else None
+
+
+def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> Expected:
+    x = given["x"].to(dtype)
+    weight = given.get("w")
+    offset = OFFSET if problem.offset else 0.0
+    # fp32 and fp64 x-hats are in the accumulation dtype already: there is nothing to round.
+    round_to = DTYPES[problem.x_dtype] if problem.casting == "llama" and problem.x_dtype in ("bf16", "fp16") else None
+    if problem.direction == "forward":
+        y, rstd, slack = reference.forward(x, weight, EPS, offset, round_to)
+        return {"y": (y, slack if round_to else None), "rstd": (rstd, None)}
+    dx, dw, slack = reference.backward(given["dy"].to(dtype), x, weight, EPS, offset, round_to)
+    found: Expected = {"dx": (dx, None)}
+    if "dw" in tensors(problem):
+        found["dw"] = (dw, slack if round_to else None)
+    return found
+
+
+def formula(problem: Problem) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The plain formula under the problem's contract, for `torch.compile`."""
+    offset = OFFSET if problem.offset else 0.0
+    return lambda x, w: reference.rms_norm(x, w, EPS, offset=offset, casting=problem.casting)
+
+
+def native(problem: Problem) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`F.rms_norm` where its contract is the problem's, else the plain formula in eager operators."""
+    same = problem.casting == "fp32" and not problem.offset and problem.weight_dtype in (None, problem.x_dtype)
+    if not same:
+        return formula(problem)
+    return lambda x, w: F.rms_norm(x, (problem.hidden,), w, EPS)
+
+
+def torch_call(problem: Problem, given: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """torch's own op; backward through autograd."""
+    return _call(problem, given, native(problem))
+
+
+def compiled_call(problem: Problem, given: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """`torch.compile` of the plain formula, shapes static; backward through autograd."""
+    torch.compiler.reset()  # each problem is compiled as if it were the only one: no recompile limit, no dynamic shapes
+    return _call(problem, given, torch.compile(formula(problem), dynamic=False))
+
+
+def _call(
+    problem: Problem, given: dict[str, Tensor], norm: Callable[[Tensor, Tensor | None], Tensor]
+) -> Callable[[], dict[str, Tensor]]:
+    x, w = given["x"], given.get("w")
+    if problem.direction == "forward":
+
+        def forward() -> dict[str, Tensor]:
+            with torch.no_grad():
+                return {"y": norm(x, w)}
+
+        return forward
+    x = x.detach().requires_grad_()
+    wanted = {"dx": x}
+    if w is not None:
+        w = w.detach().requires_grad_(problem.weight_grad)
+        if problem.weight_grad:
+            wanted["dw"] = w
+    y = norm(x, w)
+
+    def backward() -> dict[str, Tensor]:
+        grads = torch.autograd.grad(y, list(wanted.values()), given["dy"], retain_graph=True)
+        return dict(zip(wanted, grads, strict=True))
+
+    return backward
+
+
+SPEC = OpSpec(
+    name="rms_norm",
+    tensors=tensors,
+    scalars=scalars,
+    constants=constants,
+    flags=flags,
+    bytes_moved=bytes_moved,
+    inputs=inputs,
+    expected=expected,
+    torch_call=torch_call,
+    compiled_call=compiled_call,
+)

@@ -1,0 +1,64 @@
+"""Where things are: the only module that reads environment variables or knows a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import ResourceMissingError
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def resource(name: str) -> Path:
+    """Folder `templates` or `search_spaces`: inside the package (wheel), else beside it (checkout).
+
+    `importlib.resources` finds neither in an editable install, hence the look-up by file position.
+    """
+    installed, checkout = PACKAGE / name, PACKAGE.parent / name
+    if installed.is_dir():
+        return installed
+    if in_checkout() and checkout.is_dir():
+        return checkout
+    raise ResourceMissingError(f"no folder {name!r} at {installed} or {checkout}; reinstall tunegen")
+
+
+def in_checkout() -> bool:
+    """Whether the package runs from a source checkout, as in an editable install."""
+    return (PACKAGE.parent / "pyproject.toml").is_file()
+
+
+def user_cache() -> Path:
+    """The user's cache folder of the operating system."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("tunegen", appauthor=False))
+
+
+def database() -> Path:
+    """`TUNEGEN_DB`, else `cache/tune.db` of a checkout, else `tune.db` in the user's cache folder."""
+    if value := os.environ.get("TUNEGEN_DB"):
+        return Path(value).expanduser()
+    return (PACKAGE.parent / "cache" if in_checkout() else user_cache()) / "tune.db"
+
+
+def build_folder() -> Path:
+    """`TUNEGEN_BUILD`, else `build` in the user's cache folder: where rendered kernels lie."""
+    if value := os.environ.get("TUNEGEN_BUILD"):
+        return Path(value).expanduser()
+    return user_cache() / "build"
+
+
+def disabled() -> bool:
+    """`TUNEGEN_DISABLE`: any value but empty and 0 sends every call to torch."""
+    return os.environ.get("TUNEGEN_DISABLE", "") not in ("", "0")
+
+
+def interpreted() -> bool:
+    """`TRITON_INTERPRET`: kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "") not in ("", "0")
+
+
+def continuous_integration() -> bool:
+    """`CI`: set by the usual services; progress is then printed as plain lines."""
+    return bool(os.environ.get("CI"))

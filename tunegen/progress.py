@@ -1,0 +1,80 @@
+"""Progress of a sweep: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from .model import Trial, TrialState
+
+PLAIN_SECONDS = 5.0
+"""Plain lines of progress are at least this far apart."""
+
+
+class SweepProgress:
+    """A listener of `sweep`: shows the problem in hand, the best so far, candidates done and time left."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.live = console, console.is_terminal
+        self.done = self.total = 0
+        self.best: Trial | None = None
+        self.failures: dict[TrialState, int] = {}
+        self._said = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[best]}"),
+            console=console,
+            disable=not self.live,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> SweepProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._summary()
+        self._progress.stop()
+
+    def stage(self, text: str, total: int) -> None:
+        """A new bar, or a line."""
+        self._summary()
+        self.best, self.done, self.total = None, 0, total
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(text, total=total or None, best="")
+        if not self.live:
+            self.console.print(f"{text}: {total} candidates" if total else text, markup=False, highlight=False)
+
+    def trial(self, trial: Trial) -> None:
+        """One step."""
+        self.done += 1
+        if trial.state is not TrialState.OK:
+            self.failures[trial.state] = self.failures.get(trial.state, 0) + 1
+        elif self.best is None or _time(trial) < _time(self.best):
+            self.best = trial
+        if self._task is not None:
+            self._progress.update(self._task, completed=min(self.done, self.total), best=self._best())
+        if not self.live and time.monotonic() - self._said > PLAIN_SECONDS:
+            self._said = time.monotonic()
+            self.console.print(f"  {self.done} of {self.total}: {self._best()}", markup=False, highlight=False)
+
+    def _best(self) -> str:
+        if self.best is None:
+            return "nothing valid yet"
+        return f"best {_time(self.best):.2f} us {self.best.config.label()}"
+
+    def _summary(self) -> None:
+        if self.done and not self.live:
+            self.console.print(f"  {self.done} done, {self._best()}", markup=False, highlight=False)
+
+
+def _time(trial: Trial) -> float:
+    if trial.measurement is not None:
+        return trial.measurement.us
+    return trial.estimate_us if trial.estimate_us is not None else float("inf")

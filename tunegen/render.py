@@ -1,0 +1,120 @@
+"""Template -> text of a kernel file. The only module that knows Jinja."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from . import paths
+from .errors import RenderError
+from .model import Config, KernelSource, OpSpec, Problem
+
+SUFFIX = ".py.jinja"
+
+# Triton's compile cache key holds the line on which a kernel starts: the header has this fixed number of lines and no
+# date.
+HEADER = "# Rendered by tunegen from templates/{op}/{template}.py.jinja: edit the template, not this file.\n# {flags}\n"
+
+
+def templates(op: str, folder: Path | None = None) -> list[str]:
+    """Names of the templates of `op`, such as `forward_single_block`; files that start with `_` are parts of others."""
+    root = (folder or paths.resource("templates")) / op
+    return sorted(p.name[: -len(SUFFIX)] for p in root.glob(f"[!_]*{SUFFIX}"))
+
+
+def render(op: str, template: str, flags: Mapping[str, Any]) -> KernelSource:
+    """Render `templates/<op>/<template>.py.jinja` with structural `flags`.
+
+    Raises RenderError for a missing template, an undefined variable, or text that is no Python.
+    """
+    return _render(op, template, tuple(sorted(flags.items())), str(paths.resource("templates")))
+
+
+@lru_cache(maxsize=4096)
+def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: str) -> KernelSource:
+    name = f"{op}/{template}{SUFFIX}"
+    try:
+        body = _environment(folder).get_template(name).render(dict(flags))
+    except jinja2.TemplateNotFound as error:
+        raise RenderError(f"no template {name} in {folder}") from error
+    except jinja2.TemplateError as error:
+        raise RenderError(f"{name}: {error}") from error
+    text = HEADER.format(op=op, template=template, flags=" ".join(f"{k}={v}" for k, v in flags)) + body
+    return KernelSource(op, template, text, code_digest(text, name), dict(flags))
+
+
+@lru_cache(maxsize=8)
+def _environment(folder: str) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # the output is Python, not HTML
+    )
+
+
+def code_digest(text: str, name: str = "<kernel>") -> str:
+    """16 hex digits over the code alone, so that editing a comment or a blank line throws no timing away."""
+    try:
+        code = ast.unparse(ast.parse(text))
+    except SyntaxError as error:
+        raise RenderError(f"{name} renders to invalid Python, line {error.lineno}: {error.msg}") from error
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def write(source: KernelSource) -> Path:
+    """Put the text of `source` into the build folder and return the file.
+
+    The name is the hash of the text. A file that is there is compared before it is trusted; a new one appears by
+    rename, so that another process never sees half of it.
+    """
+    text_hash = hashlib.sha256(source.text.encode()).hexdigest()[:16]
+    path = _build_folder(str(paths.build_folder())) / f"{source.template}_{text_hash}.py"
+    if not path.exists() or path.read_text() != source.text:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(source.text)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+    return path
+
+
+@lru_cache(maxsize=8)
+def _build_folder(wanted: str) -> Path:
+    """The build folder, private to the user, or a temporary one (noted once) where it cannot be written."""
+    folder = Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable", wanted)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="tunegen-build-"))
+        import logging
+
+        logging.getLogger("tunegen").warning(
+            "cannot write rendered kernels (%s): using %s; set TUNEGEN_BUILD", error, folder
+        )
+    return folder
+
+
+def combined_digest(problem: Problem, config: Config, spec: OpSpec) -> str:
+    """One digest over every rendering that may be launched for `config`: a change in any of them makes its timings
+    stale."""
+    template = f"{problem.direction}_{config.family}"
+    parts = [render(spec.name, template, flags).digest for flags in spec.flags(problem, config)]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]

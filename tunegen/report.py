@@ -1,0 +1,157 @@
+"""What a sweep found, for people: the table at the end, and the one sentence that says whether it was worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from .evaluate import COMPILED, TORCH
+from .model import Config, Problem, Silicon, Trial
+from .ops import op_spec
+from .space import load_space
+
+GAIN_WORTH_MORE_THAN = 0.02
+"""A tuned choice less than this share faster than the built-in default is no gain: two measurements differ by as
+much."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One problem in the table. Times in us a call; factors are how many times faster the winner is; None = not
+    measured."""
+
+    direction: str
+    rows: int
+    hidden: int
+    dtype: str
+    winner: str
+    us: float
+    tb_per_s: float
+    share_of_copy: float | None
+    over_torch: float | None
+    over_compiled: float | None
+    over_default: float | None
+    scratch_bytes: int | None
+    trial: int | None = None
+
+
+def lines(finals: Sequence[Trial], winners: Mapping[Problem, Config], silicon: Silicon) -> list[Line]:
+    """A line for each problem; `winners` are the database's, so that the table shows what will be dispatched."""
+    found = []
+    for problem, config in winners.items():
+        own = [t for t in finals if t.problem == problem and t.measurement is not None]
+        best = next((t for t in own if t.config == config), None)
+        if best is not None:
+            found.append(_line(problem, best, own, load_space(problem.op).default(problem, silicon)))
+    return found
+
+
+def _line(problem: Problem, best: Trial, own: Sequence[Trial], default: Config | None) -> Line:
+    assert best.measurement is not None
+    us = best.measurement.us
+
+    def factor(config: Config | None) -> float | None:
+        times = [t.measurement.us for t in own if t.config == config and t.measurement is not None]
+        return times[0] / us if times else None
+
+    return Line(
+        direction=problem.direction,
+        rows=problem.rows,
+        hidden=problem.hidden,
+        dtype=problem.x_dtype,
+        winner=best.config.label(),
+        us=us,
+        tb_per_s=op_spec(problem.op).bytes_moved(problem) / us / 1e6,
+        share_of_copy=1 / best.measurement.score,
+        over_torch=factor(TORCH),
+        over_compiled=factor(COMPILED),
+        over_default=factor(default),
+        scratch_bytes=best.scratch_bytes,
+    )
+
+
+def table(found: Sequence[Line]) -> Table:
+    """The table at the end of a sweep on a GPU."""
+    result = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("direction", "rows", "hidden"):
+        result.add_column(name, justify="right" if name != "direction" else "left", no_wrap=True)
+    result.add_column("winner", overflow="fold")
+    for name in ("us", "TB/s", "of copy", "x torch", "x compile", "x default"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for line in found:
+        result.add_row(
+            line.direction,
+            str(line.rows),
+            str(line.hidden),
+            line.winner,
+            f"{line.us:.2f}",
+            f"{line.tb_per_s:.2f}",
+            _number(line.share_of_copy),
+            _number(line.over_torch),
+            _number(line.over_compiled),
+            _number(line.over_default),
+        )
+    return result
+
+
+def estimated_table(found: Sequence[Trial], per_problem: int = 3) -> Table:
+    """The best-ranked candidates of each problem of a sweep without a GPU."""
+    result = Table(box=box.SIMPLE_HEAD)
+    for name, justify in (("problem", "left"), ("candidate", "left"), ("registers", "right")):
+        result.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for name in ("spilled B", "shared B", "estimate us"):
+        result.add_column(name, justify="right")
+    for problem in dict.fromkeys(t.problem for t in found):
+        ranked = sorted(
+            (t for t in found if t.problem == problem and t.estimate_us is not None and not _is_baseline(t)),
+            key=lambda t: t.estimate_us or 0.0,
+        )
+        for place, trial in enumerate(ranked[:per_problem]):
+            assert trial.resources is not None
+            result.add_row(
+                problem.label() if place == 0 else "",
+                trial.config.label(),
+                str(trial.resources.registers),
+                str(trial.resources.spill_bytes),
+                str(trial.resources.shared_bytes),
+                f"{trial.estimate_us:.1f}",
+            )
+    return result
+
+
+def _is_baseline(trial: Trial) -> bool:
+    family = load_space(trial.problem.op).family(trial.problem.direction, trial.config.family)
+    return family is not None and family.baseline
+
+
+def sentence(found: Sequence[Line]) -> str:
+    """What is gained a call, or that it is not worth it."""
+    known = [line for line in found if line.over_default is not None]
+    if not known:
+        return "Nothing was compared with the built-in default."
+    gains = [(line.over_default or 1.0, line) for line in known]
+    worth = [(gain, line) for gain, line in gains if gain > 1 + GAIN_WORTH_MORE_THAN]
+    if not worth:
+        limit = f"{GAIN_WORTH_MORE_THAN:.0%}"
+        return (
+            f"Not worth it: in {len(known)} problems no tuned choice is over {limit} faster than the built-in default."
+        )
+    gain, line = max(worth, key=lambda pair: pair[0])
+    saved = sum(other.us * (factor - 1) for factor, other in worth) / len(worth)
+    return (
+        f"Gained: {len(worth)} of {len(known)} problems are over {GAIN_WORTH_MORE_THAN:.0%} faster than the built-in default, "
+        f"by {saved:.2f} us a call on average, at most {gain:.2f}x ({line.direction} {line.rows}x{line.hidden})."
+    )
+
+
+def as_json(found: Sequence[Line]) -> list[dict[str, Any]]:
+    """The lines as plain values."""
+    return [asdict(line) for line in found]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,76 @@
+"""What the measuring process does with a request; only imported there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import silicon
+from .compile import first_line
+from .evaluate import Session
+from .model import Config, Problem, Resources, Trial, TrialState
+from .worker import Facts, installed_versions
+
+Answer = tuple[Any, int, bool]
+"""The result, the peak of GPU memory reserved so far in bytes, and whether this process must be replaced."""
+
+
+class Server:
+    """Holds the open session; every answer tells whether the CUDA context still works."""
+
+    def __init__(self, device: int, seed: int) -> None:
+        self.device, self.seed = torch.device("cuda", device), seed
+        torch.cuda.set_device(self.device)
+        self.facts = Facts(silicon.query(device), versions(device))
+        self.session: Session | None = None
+
+    def open(self, problem: Problem) -> None:
+        """Drop the session in hand and make the inputs, references and sentinel of `problem`."""
+        self.session = None
+        torch.cuda.empty_cache()
+        self.session = Session(problem, self.facts.silicon, self.device, self.seed)
+
+    def screen(self, config: Config, resources: Resources | None) -> Answer:
+        """One trial."""
+        assert self.session is not None
+        session = self.session
+        return self._answer(lambda: session.screen(config, resources))
+
+    def finals(self, trials: list[Trial]) -> Answer:
+        """The finalists that are still right, timed."""
+        assert self.session is not None
+        session = self.session
+        return self._answer(lambda: session.finals(trials))
+
+    def _answer(self, work: Callable[[], Any]) -> Answer:
+        poisoned = False
+        try:
+            found = work()
+            torch.cuda.synchronize()
+        except Exception as error:  # whatever a candidate does to CUDA is a result, with its reason
+            found = TrialState.RUNTIME, first_line(error)
+            try:
+                torch.cuda.synchronize()
+            except Exception as fault:
+                found, poisoned = (TrialState.CRASHED, first_line(fault)), True
+        return found, 0 if poisoned else torch.cuda.max_memory_reserved(), poisoned
+
+
+def versions(device: int) -> dict[str, str]:
+    """Versions that a result depends on."""
+    found = {"gpu": torch.cuda.get_device_name(device), **installed_versions()}
+    found["torch"] = torch.__version__
+    found["driver"] = _driver()
+    return found
+
+
+def _driver() -> str:
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""

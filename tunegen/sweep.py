@@ -1,0 +1,235 @@
+"""The main job: search every problem, time the finalists again in a fresh process, store each trial at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from .compile import load, make_plan
+from .dispatch import triton_minor
+from .estimate import estimate_us
+from .evaluate import COMPILED, TORCH
+from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
+from .ops import op_spec
+from .pool import CompilePool, Outcome
+from .render import combined_digest, render
+from .sampler import FamilySampler, Sampler
+from .space import load_space
+from .store import Store
+from .worker import Worker, installed_versions
+
+BATCH = 16
+FINALISTS = 6
+FINAL_BAND = 0.06
+"""Candidates within this share of the best screened score go to the finals: screening blocks are few and noisy."""
+
+
+class Listener(Protocol):
+    """Is told what happens, to show it."""
+
+    def stage(self, text: str, total: int) -> None:
+        """Something begins that takes at most `total` trials."""
+
+    def trial(self, trial: Trial) -> None:
+        """A candidate is done, or was stored by an earlier sweep."""
+
+
+@dataclass
+class Context:
+    """What the steps of a sweep share."""
+
+    store: Store
+    sweep_id: int
+    silicon: Silicon
+    versions: Mapping[str, str]
+    pool: CompilePool
+    listener: Listener
+    seed: int
+    budget: int
+
+    def save(self, trial: Trial) -> Trial:
+        """Store a trial in a transaction of its own and show it."""
+        self.store.add(self.sweep_id, trial, PROTOCOL, triton_minor(), self.versions.get("torch", ""))
+        self.listener.trial(trial)
+        return trial
+
+    def stored(self, problem: Problem, kind: str) -> dict[tuple[str, str, str, str], Any]:
+        """Trials of this problem in the database, whose unfinished sweeps' ones become part of this sweep."""
+        found = self.store.seen(self.silicon, problem, triton_minor(), PROTOCOL, kind)
+        self.store.adopt(self.sweep_id, found.values())
+        return found
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep on a GPU found: the trials of the finals, the GPU, versions, and the peak of its memory in use."""
+
+    finals: list[Trial]
+    silicon: Silicon
+    versions: str
+    peak_bytes: int
+
+
+def sweep_gpu(
+    store: Store,
+    problems: Sequence[Problem],
+    budget: int,
+    seed: int,
+    listener: Listener,
+    arguments: dict[str, Any],
+    device: int = 0,
+) -> SweepResult:
+    """Tune `problems` on the GPU `device`. An interrupt loses at most the trial that is running."""
+    with Worker(device, seed) as worker:
+        listener.stage("starting the measuring process", 0)
+        facts = worker.start()
+        versions = {k: v for k, v in facts.versions.items() if k in ("tunegen", "torch", "triton", "driver")}
+        sweep_id = store.begin_sweep(facts.silicon, arguments, versions, seed)
+        with CompilePool(facts.silicon) as pool:
+            context = Context(store, sweep_id, facts.silicon, facts.versions, pool, listener, seed, budget)
+            try:
+                shortlists = {problem: search(context, worker, problem) for problem in problems}
+                worker.stop()
+                finals = [t for problem in problems for t in final(context, worker, problem, shortlists[problem])]
+            except BaseException:
+                store.finish_sweep(sweep_id, "interrupted")
+                raise
+        store.finish_sweep(sweep_id, "finished")
+        shown = ", ".join(f"{name} {value}" for name, value in versions.items())
+        return SweepResult(finals, facts.silicon, shown, worker.peak_bytes)
+
+
+def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
+    """Screen one problem's candidates; returns the shortlist, best first, torch and the built-in default included."""
+    worker.open(problem)
+    stored = context.stored(problem, "measured") | context.stored(problem, "baseline")
+    sampler = make_sampler(context, problem, stored)
+    context.listener.stage(problem.label(), sampler.total)
+    done = {trial.config: trial for key, trial in stored.items() if key[3] == "screen" and is_current(trial)}
+    if TORCH not in done:
+        done[TORCH] = context.save(worker.screen(TORCH, None))
+    while batch := sampler.ask(BATCH):
+        for config, trial in screen_batch(context, worker, problem, batch):
+            done[config] = context.save(trial)
+            sampler.tell(config, trial.measurement.score if trial.measurement else None)
+    return shortlist(list(done.values()), load_space(problem.op).default(problem, context.silicon))
+
+
+def screen_batch(
+    context: Context, worker: Worker, problem: Problem, batch: Sequence[Config]
+) -> Iterator[tuple[Config, Trial]]:
+    """Compile a batch on all cores, drop what cannot win, measure the rest one by one."""
+    outcomes = dict(context.pool.compile(problem, batch))
+    spill_free = any(isinstance(o, Resources) and not o.spill_bytes for o in outcomes.values())
+    for config in batch:
+        yield config, screen_one(worker, problem, config, outcomes[config], spill_free)
+
+
+def screen_one(worker: Worker, problem: Problem, config: Config, outcome: Outcome, spill_free: bool) -> Trial:
+    """The trial of one compiled candidate."""
+    digest = combined_digest(problem, config, op_spec(problem.op))
+    if not isinstance(outcome, Resources):
+        state, reason = outcome
+        return Trial(problem, config, state, digest=digest, reason=reason)
+    if outcome.spill_bytes and spill_free:
+        reason = f"spills {outcome.spill_bytes} bytes a thread where others do not spill"
+        return Trial(problem, config, TrialState.CONSTRAINT, digest=digest, reason=reason, resources=outcome)
+    trial = replace(worker.screen(config, outcome), digest=digest)
+    family = load_space(problem.op).family(problem.direction, config.family)
+    if family is not None and family.baseline:
+        trial = replace(trial, kind="baseline")
+    return trial
+
+
+def is_current(trial: Trial) -> bool:
+    """Whether the stored trial's kernel text is what its template gives today."""
+    if trial.config in (TORCH, COMPILED):
+        return True
+    if load_space(trial.problem.op).family(trial.problem.direction, trial.config.family) is None:
+        return False
+    return trial.digest == combined_digest(trial.problem, trial.config, op_spec(trial.problem.op))
+
+
+def make_sampler(context: Context, problem: Problem, stored: Mapping[Any, Trial]) -> Sampler:
+    """The sampler of a problem; it starts with the built-in default and with what is stored."""
+    space = load_space(problem.op)
+    default = space.default(problem, context.silicon)
+    seen = {t.config: t.measurement.score if t.measurement else None for t in stored.values() if is_current(t)}
+    families: dict[str, FamilySampler] = {}
+    for family in space.families(problem, context.silicon):
+        candidates = space.candidates(problem, context.silicon, family.name)
+        choices = space.choices(problem, context.silicon, family.name)
+        own = {c: seen[c] for c in candidates if c in seen}
+        if candidates:
+            families[family.name] = FamilySampler(candidates, choices, context.seed, default, own)
+    return Sampler(families, context.budget - len(seen))
+
+
+def shortlist(trials: Sequence[Trial], default: Config | None) -> list[Trial]:
+    """Who goes to the finals: the best of the screening, the built-in default, torch's op."""
+    timed = sorted((t for t in trials if t.measurement is not None), key=score)
+    fit = [t for t in timed if t.kind == "measured" and t.config != TORCH]
+    near = [t for t in fit if score(t) <= score(fit[0]) * (1 + FINAL_BAND)][:FINALISTS]
+    return near + [t for t in timed if t not in near and t.config in (default, TORCH)]
+
+
+def score(trial: Trial) -> float:
+    """Time over the sentinel's time; lower is better."""
+    assert trial.measurement is not None
+    return trial.measurement.score
+
+
+def final(context: Context, worker: Worker, problem: Problem, finalists: Sequence[Trial]) -> list[Trial]:
+    """Time the shortlist side by side, `torch.compile` of the plain formula as a baseline beside it."""
+    stored = context.stored(problem, "measured") | context.stored(problem, "baseline")
+    done = {t.config: t for key, t in stored.items() if key[3] == "final" and is_current(t)}
+    if {t.config for t in finalists} <= done.keys():
+        return list(done.values())
+    context.listener.stage(f"finals of {problem.label()}", len(finalists) + 1)
+    worker.open(problem)
+    compiled = Trial(problem, COMPILED, TrialState.OK, kind="baseline")
+    return [context.save(trial) for trial in worker.finals([*finalists, compiled])]
+
+
+def sweep_target(
+    store: Store,
+    problems: Sequence[Problem],
+    silicon: Silicon,
+    seed: int,
+    listener: Listener,
+    arguments: dict[str, Any],
+) -> list[Trial]:
+    """Without a GPU: compile every candidate for `silicon` and rank it by the model; nothing is timed."""
+    versions = installed_versions()
+    sweep_id = store.begin_sweep(silicon, arguments, versions, seed)
+    with CompilePool(silicon) as pool:
+        context = Context(store, sweep_id, silicon, versions, pool, listener, seed, 0)
+        try:
+            found = [context.save(trial) for problem in problems for trial in estimates(context, problem)]
+        except BaseException:
+            store.finish_sweep(sweep_id, "interrupted")
+            raise
+    store.finish_sweep(sweep_id, "finished")
+    return found
+
+
+def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
+    """A trial for each candidate of a problem: compiled and estimated, or failed with its reason."""
+    space, spec, silicon = load_space(problem.op), op_spec(problem.op), context.silicon
+    configs = [
+        config
+        for family in space.families(problem, silicon)
+        for config in space.candidates(problem, silicon, family.name)
+    ]
+    context.listener.stage(problem.label(), len(configs))
+    for config, outcome in context.pool.compile(problem, configs):
+        digest = combined_digest(problem, config, spec)
+        trial = Trial(problem, config, TrialState.OK, digest=digest, kind="estimated")
+        if not isinstance(outcome, Resources):
+            yield replace(trial, state=outcome[0], reason=outcome[1])
+            continue
+        source = render(spec.name, f"{problem.direction}_{config.family}", spec.flags(problem, config)[0])
+        plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+        us = estimate_us(spec, problem, config, plan, outcome, silicon)
+        yield replace(trial, resources=outcome, scratch_bytes=plan.scratch_bytes(), estimate_us=us)
