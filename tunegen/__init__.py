@@ -3,8 +3,22 @@
 from tunegen import rms_norm, RMSNorm
 """
 
-from .ops.rms_norm import rms_norm
-from .ops.rms_norm_module import RMSNorm
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ops.rms_norm import rms_norm
+    from .ops.rms_norm_module import RMSNorm
 
 __all__ = ["RMSNorm", "rms_norm"]
 __version__ = "0.1.0"
+
+_HOMES = {"rms_norm": ".ops.rms_norm", "RMSNorm": ".ops.rms_norm_module"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: torch takes two seconds, which `tunegen --help` need not wait."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(_HOMES[name], __name__), name)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,10 +14,14 @@ from rich.console import Console
 
 from . import __version__, paths
 from .errors import TunegenError
-from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, Config, Problem, Value
+from .expressions import Rule
+from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, Problem, TrialState, Value
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
+LARGEST = 2**31 - 1
+PLAIN_WIDTH = 1000
+"""Columns where no terminal is: a row of a table stays one line, for grep."""
 
 
 class _Group(click.Group):
@@ -26,7 +31,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except TunegenError as error:
-            click.echo(f"tunegen: {error}", err=True)
+            click.echo(f"tunegen: {' '.join(str(error).splitlines())}", err=True)
             ctx.exit(2)
 
 
@@ -37,52 +42,66 @@ def main() -> None:
 
 
 def _database(ctx: click.Context, param: click.Parameter, value: str | None) -> Path:
-    return Path(value).expanduser() if value else paths.database()
+    try:
+        return Path(value).expanduser() if value else paths.database()
+    except RuntimeError as error:  # ~somebody
+        raise click.BadParameter(f"{value}: {error}") from error
 
 
-class _Numbers(click.ParamType[tuple[int, ...]]):
-    """Positive integers, separated by commas."""
-
-    name = "integers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no positive integer or list of them, such as 4096 or 4096,5120", param, ctx)
-        if min(numbers) < 1:
-            self.fail(f"{min(numbers)} is below 1, the smallest size", param, ctx)
-        if max(numbers) >= 2**31:
-            self.fail(f"{max(numbers)} is above {2**31 - 1}, the largest size", param, ctx)
-        return numbers
+def _numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
+    """Positive integers, separated by commas, the option given once or several times."""
+    found = []
+    for text in (part.strip() for group in value for part in group.split(",")):
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+            raise click.BadParameter(f"{text!r} is no integer; give one or several, such as 4096 or 4096,5120")
+        if not 1 <= int(text) <= LARGEST:
+            raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
+        found.append(int(text))
+    return found
 
 
+size = click.IntRange(1, LARGEST)
+dtypes = click.Choice(list(DTYPE_BYTES))
+weight_option = click.option(
+    "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
+)
+offset_option = click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
+frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
 db_option = click.option("--db", callback=_database, help="Database file. [default: $TUNEGEN_DB, else cache/tune.db]")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
 @main.command()
 @click.option(
-    "--hidden", type=_Numbers(), required=True, multiple=True, help="Widths N; several with commas or repeated."
+    "--hidden", callback=_numbers, required=True, multiple=True, help="Widths N; several with commas or repeated."
 )
 @click.option(
-    "--rows", type=_Numbers(), multiple=True, help=f"Row counts M. [default: {','.join(map(str, DEFAULT_ROWS))}]"
+    "--rows", callback=_numbers, multiple=True, help=f"Row counts M. [default: {','.join(map(str, DEFAULT_ROWS))}]"
 )
-@click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), multiple=True, default=["bf16"], show_default=True)
-@click.option("--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]")
-@click.option("--direction", type=click.Choice(DIRECTIONS), multiple=True, default=DIRECTIONS, show_default=True)
-@click.option("--casting", type=click.Choice(CASTINGS), multiple=True, default=["fp32"], show_default=True)
-@click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
-@click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
+@click.option("--dtype", type=dtypes, multiple=True, default=["bf16"], show_default=True, help="Of x; may be repeated.")
+@weight_option
+@click.option(
+    "--direction", type=click.Choice(DIRECTIONS), multiple=True, default=DIRECTIONS, show_default=True, help="Or one."
+)
+@click.option(
+    "--casting",
+    type=click.Choice(CASTINGS),
+    multiple=True,
+    default=["fp32"],
+    show_default=True,
+    help="Round once, at the end, or as Hugging Face's Llama; may be repeated.",
+)
+@offset_option
+@frozen_option
 @click.option(
     "--budget", type=click.IntRange(min=1), default=200, show_default=True, help="Candidates a problem, at most."
 )
 @click.option(
     "--arch", help="Compile and rank for this target, such as sm_90, without timing. [default where no GPU is: sm_90]"
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the inputs and the search."
+)
 @db_option
 @json_option
 def sweep(**options: Any) -> None:
@@ -92,104 +111,125 @@ def sweep(**options: Any) -> None:
     """
     from .commands import run_sweep
 
-    run_sweep(_problems(options), _console(options["as_json"]), options)
+    keys = ("direction", "dtype", "casting", "hidden", "rows")
+    combined = product(*(options[key] or DEFAULT_ROWS for key in keys))
+    problems = [_problem(options | dict(zip(keys, values, strict=True))) for values in combined]
+    run_sweep(list(dict.fromkeys(problems)), _console(options["as_json"]), options)
 
 
-def _problems(options: dict[str, Any]) -> list[Problem]:
-    hidden = [n for group in options["hidden"] for n in group]
-    rows = [m for group in options["rows"] for m in group] or list(DEFAULT_ROWS)
-    found = []
-    for direction, dtype, casting, n, m in product(
-        options["direction"], options["dtype"], options["casting"], hidden, rows
-    ):
-        weight = None if options["weight_dtype"] == "none" else options["weight_dtype"] or dtype
-        trains = direction == "backward" and weight is not None and not options["frozen_weight"]
-        offset = options["offset"] and weight is not None
-        found.append(Problem("rms_norm", direction, n, m, dtype, weight, casting, offset, trains))
-    return list(dict.fromkeys(found))
+def _problem(options: dict[str, Any]) -> Problem:
+    weight = None if options["weight_dtype"] == "none" else options["weight_dtype"] or options["dtype"]
+    return Problem(
+        op="rms_norm",
+        direction=options["direction"],
+        hidden=options["hidden"],
+        rows=options["rows"],
+        x_dtype=options["dtype"],
+        weight_dtype=weight,
+        casting=options["casting"],
+        offset=options["offset"] and weight is not None,
+        weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
+    )
 
 
-def _console(as_json: bool) -> Console:
-    """Progress goes to standard error where standard output is for JSON."""
-    console = Console(stderr=as_json)
-    return console if console.is_terminal else Console(stderr=as_json, width=200)
+def _console(to_stderr: bool = False) -> Console:
+    """For text; it goes to standard error where standard output is for JSON."""
+    console = Console(
+        stderr=to_stderr,
+        force_terminal=False if paths.continuous_integration() else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 @main.command()
 @click.argument("what", type=click.Choice(["winners", "trials"]), default="winners")
-@click.option("--hidden", type=int)
-@click.option("--rows", type=int)
-@click.option("--direction", type=click.Choice(DIRECTIONS))
-@click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)))
-@click.option("--family")
-@click.option("--state")
-@click.option("--kind", type=click.Choice(["measured", "estimated", "baseline"]))
+@click.option("--hidden", type=size, help="Only this width.")
+@click.option("--rows", type=size, help="Only this row count.")
+@click.option("--direction", type=click.Choice(DIRECTIONS), help="Only this direction.")
+@click.option("--dtype", type=dtypes, help="Only this dtype of x.")
+@click.option("--family", help="Only this algorithm.")
+@click.option("--state", type=click.Choice([s.value for s in TrialState]), help="Only trials that ended so.")
+@click.option("--kind", type=click.Choice(["measured", "estimated", "baseline"]), help="Only results of this kind.")
 @db_option
 @json_option
 def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
-    """Winners or all trials in the database."""
+    """Winners or all trials in the database.
+
+    Example: tunegen show trials --state compile
+    """
     from .commands import show_rows
 
     filters["x_dtype"] = filters.pop("dtype")
-    show_rows(what, db, as_json, {k: v for k, v in filters.items() if v is not None})
+    show_rows(what, db, None if as_json else _console(), {k: v for k, v in filters.items() if v is not None})
 
 
 @main.command()
 @click.argument("direction", type=click.Choice(DIRECTIONS))
 @click.argument("family", required=False)
 @click.argument("parameters", nargs=-1)
-@click.option("--hidden", type=int, required=True)
-@click.option("--rows", type=click.IntRange(min=1), default=4096, show_default=True)
-@click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bf16", show_default=True)
-@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True)
-@click.option("--offset", is_flag=True)
+@click.option("--hidden", type=size, required=True, help="Width N.")
+@click.option("--rows", type=size, default=4096, show_default=True, help="Row count M.")
+@click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x.")
+@weight_option
+@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds.")
+@offset_option
+@frozen_option
 @click.option("--save-rstd", is_flag=True, help="Forward as it runs when a gradient is wanted.")
-@click.option("--arch", default="sm_90", show_default=True, help="For defaults where no GPU is.")
+@click.option("--arch", help="Winner or default of this target. [default: this GPU's, else sm_90]")
 @db_option
-def render(direction: str, family: str | None, parameters: tuple[str, ...], **options: Any) -> None:
+def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> None:
     """Print the exact kernel text of the winner, or of FAMILY with PARAMETERS such as RSTD=saved.
+
+    Without a winner in the database it is the built-in default's. Which one it is goes to standard error.
 
     Example: tunegen render backward persistent_partials RSTD=saved --hidden 4096
     """
     from .commands import render_kernel
 
-    trains = direction == "backward"
-    problem = Problem(
-        "rms_norm",
-        direction,
-        options["hidden"],
-        options["rows"],
-        options["dtype"],
-        options["dtype"],
-        options["casting"],
-        options["offset"],
-        trains,
+    given = (family, dict(_parameter(text) for text in parameters)) if family else None
+    origin, text = render_kernel(
+        _problem(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
     )
-    given = Config.of(family, dict(_parameter(text) for text in parameters)) if family else None
-    sys.stdout.write(render_kernel(problem, given, options["db"], options["arch"], options["save_rstd"]))
+    click.echo(origin, err=True)
+    sys.stdout.write(text)
 
 
 def _parameter(text: str) -> tuple[str, Value]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"{text!r} is no NAME=VALUE, such as num_warps=8 or RSTD=saved")
-    return name, int(value) if value.lstrip("-").isdigit() else value
+    return name, int(value) if re.fullmatch(r"-?[0-9]{1,20}", value) else value
 
 
 @main.command()
 @json_option
 def families(as_json: bool) -> None:
     """The algorithms that compete, with their parameters."""
-    space = load_space("rms_norm")
-    rows = [
-        {"direction": direction, "family": name, "about": family.about, "baseline": family.baseline}
-        for (direction, name), family in space.members.items()
+    rows: list[dict[str, Any]] = [
+        {
+            "direction": direction,
+            "family": name,
+            "about": family.about,
+            "baseline": family.baseline,
+            "parameters": {
+                key: f"={domain.expression.text}" if isinstance(domain, Rule) else list(domain)
+                for key, domain in family.parameters.items()
+            },
+        }
+        for (direction, name), family in load_space("rms_norm").members.items()
     ]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     for row in rows:
         click.echo(f"{row['direction']:9}{row['family']:22}{row['about']}{' (baseline)' if row['baseline'] else ''}")
+        for name, choices in row["parameters"].items():
+            click.echo(f"{'':31}{name}: {choices if isinstance(choices, str) else ', '.join(map(str, choices))}")
 
 
 if __name__ == "__main__":

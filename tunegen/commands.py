@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from . import report, silicon
-from .dispatch import triton_minor
-from .errors import StoreError, TunegenError
-from .lookup import find_winners
-from .model import PROTOCOL, Config, Problem, Silicon, Trial, TrialState
+from .dispatch import stored_choices
+from .errors import TunegenError
+from .expressions import Rule, listed
+from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState, Value
 from .ops import op_spec
 from .progress import SweepProgress
 from .space import load_space
@@ -30,20 +30,25 @@ def run_sweep(problems: Sequence[Problem], console: Console, options: dict[str, 
     target = _target(options["arch"])
     arguments = {k: str(v) for k, v in options.items()}
     began = time.monotonic()
-    with Store.open(options["db"]) as store:
-        with SweepProgress(console) as progress:
-            if target is None:
-                result = sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments)
-                found, text = _measured(options["db"], problems, result, console)
-            else:
-                trials = sweep_target(store, problems, target, options["seed"], progress, arguments)
-                found, text = _estimated(trials, target, console)
-        _failures(progress, console)
+    with Store.open(options["db"]) as store, SweepProgress(console) as progress:
+        if target is None:
+            result = sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments)
+        else:
+            trials = sweep_target(store, problems, target, options["seed"], progress, arguments)
+    if target is None:
+        found, text = _measured(options["db"], problems, result, console)
+    else:
+        found, text = _estimated(trials, target, console)
+    failures = progress.failures
+    for line in report.failure_lines(failures):
+        console.print(line, soft_wrap=True)
+    database = str(options["db"].absolute())
     if options["as_json"]:
-        click.echo(json.dumps({"database": str(options["db"]), "results": found, "summary": text}, indent=2))
+        results = {"database": database, "results": found, "failures": report.failures_as_json(failures)}
+        click.echo(json.dumps({**results, "summary": text}, indent=2))
         return
-    console.print(f"{text} {time.monotonic() - began:.0f} s.", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"database: {Path(options['db']).absolute()}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{text} {time.monotonic() - began:.0f} s.", soft_wrap=True)
+    console.print(f"database: {database}", soft_wrap=True)
 
 
 def _target(arch: str | None) -> Silicon | None:
@@ -63,16 +68,13 @@ def _measured(
 ) -> tuple[list[dict[str, Any]], str]:
     winners = {}
     for problem in problems:
-        stored = find_winners(db, result.silicon, problem, triton_minor(), PROTOCOL)
-        if best := next((row for row in stored if row.rows == problem.rows), None):
-            winners[problem] = Config.of(best.family, best.parameters)
+        choices = stored_choices(db, problem, result.silicon)
+        if best := next((config for config, stored in choices if stored.rows == problem.rows), None):
+            winners[problem] = best
     found = report.lines(result.finals, winners, result.silicon)
     console.print(report.table(found))
-    console.print(
-        f"GPU: {result.silicon.name}, {result.versions}, at most {result.peak_bytes / 1e9:.2f} GB of its memory in use",
-        markup=False,
-        highlight=False,
-    )
+    peak = f"at most {result.peak_bytes / 1e9:.2f} GB of its memory in use"
+    console.print(f"GPU: {result.silicon.name}, {result.versions}, {peak}", soft_wrap=True)
     return report.as_json(found), report.sentence(found)
 
 
@@ -82,8 +84,8 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> tu
     good = sum(t.state is TrialState.OK for t in trials)
     distinct = len({(t.problem.direction, t.config) for t in trials})
     text = (
-        f"No GPU: {distinct} candidates of {len(families)} families compiled for {target.arch} ({good} of {len(trials)} "
-        "pairs of candidate and problem are valid), ranked by an estimate; nothing was timed."
+        f"No GPU: {distinct} candidates of {len(families)} families compiled for {target.arch} ({good} of "
+        f"{len(trials)} pairs of candidate and problem are valid), ranked by an estimate; nothing was timed."
     )
     ranked = [
         {
@@ -98,63 +100,72 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> tu
     return ranked, text
 
 
-def _failures(progress: SweepProgress, console: Console) -> None:
-    if progress.failures:
-        counts = ", ".join(f"{count} {state.value}" for state, count in sorted(progress.failures.items()))
-        console.print(f"without a time: {counts} (tunegen show trials --state ... names the reasons)", markup=False)
-
-
-def show_rows(what: str, db: Path, as_json: bool, filters: dict[str, Any]) -> None:
-    """Print winners or trials."""
+def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, Any]) -> None:
+    """Print winners or trials as a table, or as JSON without a console."""
     with Store.read(db) as store:
         rows = store.winners(**filters) if what == "winners" else store.trials(**filters)
-    if as_json:
+    if console is None:
         click.echo(json.dumps(rows, indent=2))
         return
-    console = Console()
     if not rows:
-        console.print(f"no {what} match in {db}")
+        console.print(f"no {what} match in {db}", soft_wrap=True)
         return
-    columns = ("direction", "rows", "hidden", "x_dtype", "family", "parameters", "kind", "us", "score", "estimate_us")
-    shown = [*columns, *(("state", "stage", "reason") if what == "trials" else ()), "silicon"]
+    columns = ["direction", "rows", "hidden", "x_dtype", "family", "parameters", "kind", "us", "score", "estimate_us"]
+    columns += ["state", "stage", "reason", "silicon"] if what == "trials" else ["half", "silicon"]
     table = Table(box=box.SIMPLE_HEAD)
-    for name in shown:
-        table.add_column(name, overflow="fold")
+    for name in columns:
+        table.add_column("of half a sweep" if name == "half" else name, overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in shown))
+        table.add_row(*(_cell(name, row[name]) for name in columns))
     console.print(table)
 
 
-def _cell(value: object) -> str:
+def _cell(name: str, value: object) -> str:
     if value is None:
         return ""
+    if name == "half":
+        return "yes" if value else ""
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def render_kernel(problem: Problem, given: Config | None, db: Path, arch: str, save_rstd: bool) -> str:
-    """The text of the kernel file for `given`, else for the stored winner, else for the built-in default."""
+def render_kernel(
+    problem: Problem, given: tuple[str, dict[str, Value]] | None, db: Path, arch: str | None, *, save_rstd: bool
+) -> tuple[str, str]:
+    """What is rendered in one line, and the text of its kernel file: `given`, else what would be launched."""
     from .render import render
 
-    spec, space = op_spec(problem.op), load_space(problem.op)
-    config = given or _stored_winner(problem, db) or space.default(problem, silicon.of_arch(arch))
-    if config is None or config.family == "torch":
+    spec = op_spec(problem.op)
+    config, origin = (_given(problem, *given), "as given") if given else _launched(problem, db, arch)
+    if config is None or config.family == TORCH_FAMILY:
         raise TunegenError(f"{problem.label()} is answered by torch's own op; name a family to see its kernel")
     renderings = spec.flags(problem, config)
     flags = next((f for f in renderings if f.get("save_rstd", save_rstd) == save_rstd), renderings[0])
-    return render(problem.op, f"{problem.direction}_{config.family}", flags).text
+    text = render(problem.op, f"{problem.direction}_{config.family}", flags).text
+    return f"{problem.label()}: {config.label()} ({origin})", text
 
 
-def _stored_winner(problem: Problem, db: Path) -> Config | None:
-    try:
-        with Store.read(db) as store:
-            rows = store.winners(
-                direction=problem.direction,
-                hidden=problem.hidden,
-                rows=problem.rows,
-                x_dtype=problem.x_dtype,
-                casting=problem.casting,
-                kind="measured",
-            )
-    except StoreError:
-        return None
-    return Config.of(rows[0]["family"], json.loads(rows[0]["parameters"])) if rows else None
+def _given(problem: Problem, family_name: str, parameters: dict[str, Value]) -> Config:
+    """A config as far as the text depends on it: words that are not given are the first choice of the search space."""
+    space = load_space(problem.op)
+    family = space.family(problem.direction, family_name)
+    if family is None:
+        known = (f.name for f in space.members.values() if f.direction == problem.direction)
+        raise TunegenError(f"no {problem.direction} family {family_name!r}; there is {listed(known)}")
+    for name, value in parameters.items():
+        if name not in family.parameters:
+            raise TunegenError(f"{family_name} has no parameter {name!r}; it has {listed(family.parameters)}")
+        domain = family.parameters[name]
+        if not isinstance(domain, Rule) and value not in domain:
+            raise TunegenError(f"{name} of {family_name} is {value!r}, but may be {listed(domain)}")
+    choices = (item for item in family.parameters.items() if not isinstance(item[1], Rule))
+    words = {name: domain[0] for name, domain in choices if isinstance(domain[0], str)}
+    return Config.of(family_name, {**words, **parameters})
+
+
+def _launched(problem: Problem, db: Path, arch: str | None) -> tuple[Config | None, str]:
+    target = _target(arch) or silicon.query(0)
+    if db.exists():
+        Store.read(db).close()  # says what is wrong with it, and leaves it where it is
+        for config, stored in stored_choices(db, problem, target):
+            return config, f"measured at {stored.rows} rows on {stored.silicon_name}"
+    return load_space(problem.op).default(problem, target), f"built-in default on {target.name}"

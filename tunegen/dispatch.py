@@ -6,20 +6,54 @@ import logging
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from . import paths
 from .launch import Variant
-from .model import PROTOCOL, Config, Problem, Silicon
+from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
+from .reference import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from .lookup import StoredChoice
 
 LOG = logging.getLogger("tunegen")
 
 ROWS_REACH = 8
 """A measured choice answers for row counts at most this factor away; beyond, the built-in default does."""
 
-Key = tuple[object, ...]
+
+class Key(NamedTuple):
+    """What the hot look-up is by: plain values that are at hand in every call. `rows` is the bucket; dtypes are
+    torch's."""
+
+    op: str
+    direction: str
+    hidden: int
+    rows: int
+    x_dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    casting: str
+    offset: bool
+    weight_grad: bool
+    device: int
+
+    def problem(self) -> Problem:
+        """The same as the database knows it."""
+        weight_dtype = None if self.weight_dtype is None else DTYPE_NAMES[self.weight_dtype]
+        return Problem(
+            op=self.op,
+            direction=self.direction,
+            hidden=self.hidden,
+            rows=self.rows,
+            x_dtype=DTYPE_NAMES[self.x_dtype],
+            weight_dtype=weight_dtype,
+            casting=self.casting,
+            offset=self.offset,
+            weight_grad=self.weight_grad,
+        )
 
 
 class Choice:
@@ -38,14 +72,15 @@ class Choice:
         return found
 
     def _bind(self, save_rstd: bool, offset: float) -> Variant:
-        from .ops import rms_norm_spec
+        from .ops import op_spec
         from .render import render
 
         assert self.config is not None
-        renderings = rms_norm_spec.flags(self.problem, self.config)
+        spec = op_spec(self.problem.op)
+        renderings = spec.flags(self.problem, self.config)
         flags = next(f for f in renderings if f.get("save_rstd", save_rstd) == save_rstd)
         source = render(self.problem.op, f"{self.problem.direction}_{self.config.family}", flags)
-        constants = rms_norm_spec.constants(self.problem, offset)
+        constants = spec.constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)
 
@@ -59,14 +94,13 @@ _choices: dict[Key, Choice] = {}
 _demoted: set[_Demoted] = set()
 
 
-def choose(key: Key, problem: Problem, device: torch.device) -> Choice:
-    """The choice for `key`, which must hold the device and all of `problem` but its exact rows (their bucket
-    instead)."""
+def choose(key: Key) -> Choice:
+    """The choice for `key`: remembered, or found by going down the ladder."""
     choice = _choices.get(key)
     if choice is None:
-        choice = next(
-            c for c in _ladder(problem, device) if c.config is None or _Demoted(key, c.config) not in _demoted
-        )
+        problem = key.problem()
+        ladder = _ladder(problem, torch.device("cuda", key.device))
+        choice = next(c for c in ladder if c.config is None or _Demoted(key, c.config) not in _demoted)
         LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
         _choices[key] = choice
     return choice
@@ -108,30 +142,34 @@ def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
     torch."""
     from .space import load_space
 
-    space, silicon = load_space(problem.op), silicon_of(device.index)
-    for config, rung in _measured(problem, silicon):
-        if config.family == "torch":
-            yield Choice(problem, None, rung, device)
-        elif space.check(problem, silicon, config) is None:
-            yield Choice(problem, config, rung, device)
-    default = space.default(problem, silicon)
+    silicon, path = silicon_of(device.index), paths.database()
+    for config, stored in stored_choices(path, problem, silicon):
+        half = ", from an unfinished sweep" if stored.half else ""
+        rung = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
+        yield Choice(problem, None if config.family == TORCH_FAMILY else config, rung, device)
+    default = load_space(problem.op).default(problem, silicon)
     if default is not None:
         yield Choice(problem, default, "built-in default", device)
     yield Choice(problem, None, "torch: no default fits", device)
 
 
-def _measured(problem: Problem, silicon: Silicon) -> Iterator[tuple[Config, str]]:
-    """Stored winners for this problem on this silicon whose kernel text is still the same, nearest row count first."""
+def stored_choices(path: Path, problem: Problem, silicon: Silicon) -> Iterator[tuple[Config, StoredChoice]]:
+    """What the database at `path` has for this problem on this silicon, nearest row count and then best first.
+
+    What is read is checked: the config must be valid in today's search space, and the kernel text must be the one
+    that was timed.
+    """
     from .lookup import find_winners
     from .ops import op_spec
     from .render import combined_digest
+    from .space import load_space
 
-    path = paths.database()
-    stored = find_winners(path, silicon, problem, triton_minor(), PROTOCOL)
-    for row in sorted(stored, key=lambda row: abs(math.log2(row.rows / problem.rows))):
-        if max(row.rows / problem.rows, problem.rows / row.rows) > ROWS_REACH:
+    space, spec = load_space(problem.op), op_spec(problem.op)
+    found = find_winners(path, silicon, problem, triton_minor(), PROTOCOL)
+    for stored in sorted(found, key=lambda choice: abs(math.log2(choice.rows / problem.rows))):
+        if max(stored.rows / problem.rows, problem.rows / stored.rows) > ROWS_REACH:
             return
-        config = Config.of(row.family, row.parameters)
-        if config.family == "torch" or row.digest == combined_digest(problem, config, op_spec(problem.op)):
-            half = ", from an unfinished sweep" if row.half else ""
-            yield config, f"measured at {row.rows} rows on {row.silicon_name} ({path}, trial {row.trial_id}{half})"
+        config = Config.of(stored.family, stored.parameters)
+        valid = space.check(problem, silicon, config) is None
+        if config.family == TORCH_FAMILY or (valid and stored.digest == combined_digest(problem, config, spec)):
+            yield config, stored

@@ -12,12 +12,12 @@ from torch import Tensor
 from .bench import FINAL_BLOCKS, SCREEN_BLOCKS, Bench, Call, Timed
 from .errors import CompileError
 from .launch import Variant
-from .model import Config, Problem, Resources, Silicon, Trial, TrialState
+from .model import TORCH_FAMILY, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .render import render
 from .verify import Gate, Verdict, variant_runner
 
-TORCH = Config("torch")
+TORCH = Config(TORCH_FAMILY)
 COMPILED = Config("torch.compile")
 """Challengers without a template: torch's own op, which may be dispatched, and `torch.compile` of the formula, which
 may not."""

@@ -59,14 +59,12 @@ def database_exists(path: Path) -> bool:
         return False
 
 
-def find_winners(
-    path: Path, silicon: Silicon, problem: Problem, triton: str, protocol: int, *, alternatives: bool = False
-) -> list[StoredChoice]:
+def find_winners(path: Path, silicon: Silicon, problem: Problem, triton: str, protocol: int) -> list[StoredChoice]:
     """The fastest choice for every stored row count of this problem, on this GPU or one with the same facts.
 
-    Choices for the GPU's own name come first, then by rows. With `alternatives`, the winner of a row count is followed
-    by the best of each other family and digest, best first: for a caller that finds that the winner's template has been
-    edited since, or that it no longer compiles. Raises nothing: whatever is wrong with the file, the list is empty.
+    Choices for the GPU's own name come first, then by rows. The winner of a row count is followed by the best of each
+    other family and digest, best first: its template may have been edited since, or no longer compile. Raises nothing:
+    whatever is wrong with the file, the list is empty.
     """
     if not database_exists(path):
         return []
@@ -80,8 +78,7 @@ def find_winners(
         else:
             logger.debug("database %s not used: %s", path, error)
         return []
-    choices = [choice for choice in map(_choice, rows) if choice is not None]
-    return choices if alternatives else _first_of_each(choices)
+    return [choice for choice in map(_choice, rows) if choice is not None]
 
 
 def _read(path: Path, silicon: Silicon, key: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -123,13 +120,6 @@ def _choice(row: tuple[Any, ...]) -> StoredChoice | None:
     if not texts[0] or type(rows) is not int or rows < 1 or type(us) is not float or not 0 < us < math.inf:
         return None
     return StoredChoice(texts[0], values, texts[1], rows, us, texts[2], trial_id, bool(half))
-
-
-def _first_of_each(choices: list[StoredChoice]) -> list[StoredChoice]:
-    firsts: dict[tuple[str, int], StoredChoice] = {}
-    for choice in choices:
-        firsts.setdefault((choice.silicon_name, choice.rows), choice)
-    return list(firsts.values())
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 CASTINGS = ("fp32", "llama")
 DIRECTIONS = ("forward", "backward")
+TORCH_FAMILY = "torch"
+"""The family of torch's own op, which competes with the templates."""
 
 PROTOCOL = 1
 """Version of the way time is measured (`bench`); stored with every trial, a part of the key."""
@@ -241,9 +243,10 @@ class OpSpec:
     """All that the pipeline must know of an op; the callables take a `Problem` first.
 
     `tensors(problem)` names every tensor argument, as kernels do without their `_ptr`. `scalars(problem)` gives the
-    run-time numbers, `constants(problem)` the constexprs that do not come from the config. `flags(problem, config)`
-    is one set of Jinja flags for each rendering that the product may launch; the first one is timed. `bytes_moved`
-    counts each input read once and each output written once. `inputs(problem, device, seed)` draws the input tensors.
+    run-time numbers, `constants(problem, offset)` the constexprs that do not come from the config, with the offset of
+    a call or the one that is tuned with. `flags(problem, config)` is one set of Jinja flags for each rendering that
+    the product may launch; the first one is timed. `bytes_moved` counts each input read once and each output written
+    once. `inputs(problem, device, seed)` draws the input tensors.
     `expected(problem, inputs, dtype)` is the reference computed in that dtype. `torch_call(problem, inputs)` returns
     torch's own form of the op as a function without arguments, and `compiled_call` the same for `torch.compile` of
     the plain formula.
@@ -252,7 +255,7 @@ class OpSpec:
     name: str
     tensors: Callable[[Problem], dict[str, Tensor]]
     scalars: Callable[[Problem], dict[str, int | float]]
-    constants: Callable[[Problem], dict[str, int | float]]
+    constants: Callable[..., dict[str, int | float]]
     flags: Callable[[Problem, Config], list[dict[str, Any]]]
     bytes_moved: Callable[[Problem], int]
     inputs: Callable[..., dict[str, Any]]

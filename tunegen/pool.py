@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class than the builtin on Python 3.10
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 
 from .errors import CompileError
 from .model import Config, Problem, Resources, Silicon, TrialState
@@ -27,6 +32,32 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
     from .ops import op_spec
 
     return compiling.compile_candidate(op_spec(problem.op), problem, config, silicon)
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started inside never get Ctrl-C, not even while they import: it is for the parent, who ends them."""
+    resource_tracker.ensure_running()  # started later, it would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def follow_parent() -> None:
+    """For child processes: end when the parent has ended, even by SIGKILL.
+
+    A worker of an executor would else wait for work for ever: it holds both ends of its queue.
+    """
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class CompilePool:
@@ -60,18 +91,21 @@ class CompilePool:
         futures = {c: self._submit(problem, c) for c in configs if (key, c) not in self._known}
         for config in configs:
             if (key, config) not in self._known:
-                outcome = self._wait(futures[config])
+                outcome = self._wait(futures.pop(config))
                 if outcome is None:  # the pool broke, perhaps through another candidate: once more, alone
                     outcome = self._alone(problem, config)
+                    futures = {c: self._submit(problem, c) if _is_lost(f) else f for c, f in futures.items()}
                 self._known[key, config] = outcome
             yield config, self._known[key, config]
 
     def _submit(self, problem: Problem, config: Config) -> Future[Resources]:
         if self._executor is None:
             # spawn: a forked child would inherit the parent's threads and, on a GPU machine, perhaps its CUDA context
-            self._executor = ProcessPoolExecutor(self.workers, multiprocessing.get_context("spawn"))
+            spawn = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(self.workers, spawn, initializer=follow_parent)
         try:
-            return self._executor.submit(self.compile_one, problem, config, self.silicon)
+            with deaf_to_interrupts():
+                return self._executor.submit(self.compile_one, problem, config, self.silicon)
         except BrokenProcessPool as error:
             broken: Future[Resources] = Future()
             broken.set_exception(error)
@@ -82,7 +116,7 @@ class CompilePool:
             return future.result(self.deadline)
         except CompileError as error:
             return TrialState.COMPILE, str(error)
-        except (BrokenProcessPool, TimeoutError):
+        except (BrokenProcessPool, CancelledError, FutureTimeoutError):
             return None
 
     def _alone(self, problem: Problem, config: Config) -> Outcome:
@@ -104,3 +138,8 @@ class CompilePool:
             for process in processes:
                 process.kill()
             self._executor = None
+
+
+def _is_lost(future: Future[Resources]) -> bool:
+    """Whether the future went down with its pool and is to be submitted again."""
+    return future.cancelled() or (future.done() and isinstance(future.exception(), BrokenProcessPool))

@@ -20,14 +20,14 @@ class SweepProgress:
         self.console, self.live = console, console.is_terminal
         self.done = self.total = 0
         self.best: Trial | None = None
-        self.failures: dict[TrialState, int] = {}
+        self.failures: list[Trial] = []
         self._said = 0.0
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[best]}"),
+            TextColumn("{task.fields[best]}", markup=False),
             console=console,
             disable=not self.live,
         )
@@ -49,20 +49,20 @@ class SweepProgress:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(text, total=total or None, best="")
         if not self.live:
-            self.console.print(f"{text}: {total} candidates" if total else text, markup=False, highlight=False)
+            self.console.print(f"{text}: {total} candidates" if total else text, soft_wrap=True)
 
     def trial(self, trial: Trial) -> None:
         """One step."""
         self.done += 1
         if trial.state is not TrialState.OK:
-            self.failures[trial.state] = self.failures.get(trial.state, 0) + 1
+            self.failures.append(trial)
         elif self.best is None or _time(trial) < _time(self.best):
             self.best = trial
         if self._task is not None:
             self._progress.update(self._task, completed=min(self.done, self.total), best=self._best())
         if not self.live and time.monotonic() - self._said > PLAIN_SECONDS:
             self._said = time.monotonic()
-            self.console.print(f"  {self.done} of {self.total}: {self._best()}", markup=False, highlight=False)
+            self.console.print(f"  {self.done} of {self.total}: {self._best()}", soft_wrap=True)
 
     def _best(self) -> str:
         if self.best is None:
@@ -71,7 +71,7 @@ class SweepProgress:
 
     def _summary(self) -> None:
         if self.done and not self.live:
-            self.console.print(f"  {self.done} done, {self._best()}", markup=False, highlight=False)
+            self.console.print(f"  {self.done} done, {self._best()}", soft_wrap=True)
 
 
 def _time(trial: Trial) -> float:

@@ -8,11 +8,23 @@ dx = r (g - xhat mean(g xhat)), dw = sum over rows of dy xhat.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Expected(NamedTuple):
+    """What an output must be. `slack` is how far each element may lie from it for a reason of its own (see `forward`);
+    `scale`, of any shape that broadcasts, is the size below which an element's error is counted as if the element were
+    of that size: that of the terms which an error of arithmetic comes from. By default it is mean |value|."""
+
+    value: Tensor
+    slack: Tensor | None = None
+    scale: Tensor | None = None
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -33,7 +45,8 @@ def rms_norm(
     wide = x.to(acc)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if casting == "llama":
-        normed = normed.to(x.dtype).to(acc)
+        # Added as a constant, which is exact: through casts autograd would round the gradient too.
+        normed = normed + (normed.to(x.dtype).to(acc) - normed).detach()
     if weight is not None:
         normed = normed * (weight.to(acc) + offset)
     return normed.to(x.dtype)

@@ -10,13 +10,16 @@ from rich import box
 from rich.table import Table
 
 from .evaluate import COMPILED, TORCH
-from .model import Config, Problem, Silicon, Trial
+from .model import Config, Problem, Silicon, Trial, TrialState
 from .ops import op_spec
 from .space import load_space
 
 GAIN_WORTH_MORE_THAN = 0.02
 """A tuned choice less than this share faster than the built-in default is no gain: two measurements differ by as
 much."""
+
+FAILURES_SHOWN = 20
+"""Reasons listed at the end of a sweep, at most."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,43 @@ def sentence(found: Sequence[Line]) -> str:
     gain, line = max(worth, key=lambda pair: pair[0])
     saved = sum(other.us * (factor - 1) for factor, other in worth) / len(worth)
     return (
-        f"Gained: {len(worth)} of {len(known)} problems are over {GAIN_WORTH_MORE_THAN:.0%} faster than the built-in default, "
-        f"by {saved:.2f} us a call on average, at most {gain:.2f}x ({line.direction} {line.rows}x{line.hidden})."
+        f"Gained: {len(worth)} of {len(known)} problems are over {GAIN_WORTH_MORE_THAN:.0%} faster than the built-in "
+        f"default, by {saved:.2f} us a call on average, at most {gain:.2f}x "
+        f"({line.direction} {line.rows}x{line.hidden})."
     )
+
+
+def failure_lines(failed: Sequence[Trial]) -> list[str]:
+    """Every reason once, with the first candidate that it stopped; spilling ones are one line in all."""
+    shown = []
+    for (state, reason), candidates in _by_reason(failed).items():
+        others = f" and {len(candidates) - 1} more" if len(candidates) > 1 else ""
+        shown.append(f"{state}: {candidates[0]}{others}: {reason}")
+    if (more := len(shown) - FAILURES_SHOWN) > 0:
+        shown[FAILURES_SHOWN:] = [f"and {more} more reasons; `tunegen show trials --state ...` has them all"]
+    if passed_over := len({_candidate(t) for t in failed if t.state is TrialState.CONSTRAINT}):
+        shown.append(f"constraint: {passed_over} candidates were not timed, since they spill where others do not")
+    return shown
+
+
+def failures_as_json(failed: Sequence[Trial]) -> list[dict[str, Any]]:
+    """The same, whole, as plain values."""
+    return [{"state": s, "reason": r, "candidates": c} for (s, r), c in _by_reason(failed).items()]
+
+
+def _by_reason(failed: Sequence[Trial]) -> dict[tuple[str, str], list[str]]:
+    """Candidates by state and reason; one that fails alike at several row counts counts once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for trial in failed:
+        if trial.state is not TrialState.CONSTRAINT:
+            candidates = found.setdefault((trial.state.value, trial.reason), [])
+            if _candidate(trial) not in candidates:
+                candidates.append(_candidate(trial))
+    return found
+
+
+def _candidate(trial: Trial) -> str:
+    return f"{trial.problem.direction} {trial.config.label()}"
 
 
 def as_json(found: Sequence[Line]) -> list[dict[str, Any]]:

@@ -17,9 +17,6 @@ ENUMERATED = 64
 """Families with at most this many valid configs are tried whole, in the order of the search space, if the budget
 allows."""
 
-MISSES = 50
-"""Draws in a row that were invalid or repeated before the next unseen config is taken instead."""
-
 
 class FamilySampler:
     """Candidates of one family: `candidates` are its valid configs, `choices` what each parameter may be.
@@ -37,7 +34,7 @@ class FamilySampler:
         seen: Mapping[Config, float | None] | None = None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        seen = seen or {}
+        self.seen = seen = dict(seen or {})
         ordered = [first, *candidates] if first in candidates else candidates
         self.unseen = {c: None for c in ordered if c is not None and c not in seen}
         # Parameters that follow from others are not Optuna's business: a drawn point is completed to the one valid
@@ -46,6 +43,7 @@ class FamilySampler:
             n: CategoricalDistribution(list(v)) for n, v in choices.items()
         }
         self.by_point = {self._point(c): c for c in self.unseen}
+        self.places = {name: {value: i for i, value in enumerate(values)} for name, values in choices.items()}
         self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
         self.asked: dict[Config, OptunaTrial] = {}
         self.best = min((s for s in seen.values() if s is not None), default=float("inf"))
@@ -60,20 +58,27 @@ class FamilySampler:
     def _point(self, config: Config) -> tuple[tuple[str, Value], ...]:
         return tuple((name, value) for name, value in config.parameters if name in self.distributions)
 
+    def _nearest(self, point: Mapping[str, Value]) -> Config:
+        """The unseen config that is the fewest steps along the lists of choices away."""
+
+        def steps(config: Config) -> int:
+            mine = self._point(config)
+            return sum(abs(self.places[name][value] - self.places[name][point[name]]) for name, value in mine)
+
+        return min(self.unseen, key=steps)
+
     def ask(self, count: int) -> list[Config]:
         """Up to `count` configs not asked before; fewer when the family is exhausted."""
         self.tried = True
         found: list[Config] = []
-        misses = 0
         while self.unseen and len(found) < count:
             trial = self.study.ask(self.distributions)
             config = self.by_point.get(tuple(sorted(trial.params.items())))
-            if config not in self.unseen:  # invalid or asked before: TPE does repeat itself in small discrete spaces
+            if config not in self.unseen:
+                # Invalid or asked before: TPE knows no constraints, and in a discrete space most of its draws are
+                # repeats (27 for each new config among 292). The next ask returns the nearest one instead.
                 self.study.tell(trial, state=OptunaState.FAIL)
-                misses += 1
-                if misses == MISSES:  # the queue is empty here, so the next ask returns this one
-                    misses = 0
-                    self.study.enqueue_trial(dict(self._point(next(iter(self.unseen)))))
+                self.study.enqueue_trial(dict(self._point(self._nearest(trial.params))))
                 continue
             assert config is not None
             del self.unseen[config]
@@ -99,10 +104,11 @@ class Sampler:
 
     def __init__(self, families: Mapping[str, FamilySampler], budget: int) -> None:
         self.families = dict(families)
-        self.left = self.total = min(budget, sum(len(f.unseen) for f in families.values()))
+        self.left = self.total = max(0, min(budget, sum(len(f.unseen) for f in families.values())))
 
     def ask(self, count: int) -> list[Config]:
-        """The next batch: at most `count` configs, [] when the budget is spent or every family is exhausted."""
+        """The next batch: the first share of every family that has had none, else `count` configs of the best family;
+        fewer at the end, [] when the budget is spent or every family is exhausted."""
         open_families = [f for f in self.families.values() if f.unseen]
         untried = [f for f in open_families if not f.tried]
         chosen = untried or sorted(open_families, key=lambda f: f.best)[:1]

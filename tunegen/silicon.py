@@ -18,7 +18,7 @@ _KNOWN = (
     Silicon("NVIDIA A100-SXM4-80GB", 80, 108, 40 * _MIB, 1_593_000, 5120, 163 * _KIB, 80 * _GIB),
     Silicon("NVIDIA GeForce RTX 3090", 86, 82, 6 * _MIB, 9_751_000, 384, 99 * _KIB, 24 * _GIB),
     Silicon("NVIDIA GeForce RTX 4090", 89, 128, 72 * _MIB, 10_501_000, 384, 99 * _KIB, 24 * _GIB),
-    Silicon("NVIDIA H200", 90, 132, 60 * _MIB, 3_201_000, 6144, 227 * _KIB, 141 * 10**9),
+    Silicon("NVIDIA H200", 90, 132, 60 * _MIB, 3_201_000, 6016, 227 * _KIB, 141 * 10**9),
     Silicon("NVIDIA B200", 100, 148, 132_644_864, 3_996_000, 7680, 227 * _KIB, 180 * 10**9),
     Silicon("NVIDIA GeForce RTX 5090", 120, 170, 96 * _MIB, 14_001_000, 512, 99 * _KIB, 32 * _GIB),
 )

@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any
 
 from .errors import WorkerError
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState
+from .pool import deaf_to_interrupts, follow_parent
 
 START_SECONDS = 180.0
 OPEN_SECONDS = 120.0
 SCREEN_SECONDS = 60.0
 FINAL_SECONDS = 300.0
+STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.stop(STOP_SECONDS if kind is None else 0.0)
 
     def start(self) -> Facts:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
@@ -64,10 +66,16 @@ class Worker:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             self._process = context.Process(target=self.target, args=(theirs, self.device, self.seed), daemon=True)
-            self._process.start()
+            with deaf_to_interrupts():
+                self._process.start()
             theirs.close()
             self._opened = None
-            self.facts = self._receive(START_SECONDS)
+            try:
+                self.facts = self._receive(START_SECONDS)
+            except (EOFError, OSError) as error:  # TimeoutError is an OSError
+                self.stop()
+                what = "says nothing" if isinstance(error, TimeoutError) else "ended"
+                raise WorkerError(f"the measuring process {what} at its start (cuda:{self.device})") from error
         assert self.facts is not None
         return self.facts
 
@@ -85,21 +93,25 @@ class Worker:
         return Trial(self.problem, config, state, reason=reason, resources=resources)
 
     def finals(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Time finalists side by side. If the child dies of it, one by one without the culprits."""
+        """Time finalists side by side; those that fail the gate this time are left out. If the child dies of it, one by
+        one, the culprits with what became of them."""
         found = self._guarded("finals", (list(trials),), FINAL_SECONDS)
         if isinstance(found, list):
             return found
         if len(trials) == 1:
-            return []
+            state, reason = found
+            return [replace(trials[0], state=state, reason=reason, measurement=None)]
         return [trial for one in trials for trial in self.finals([one])]
 
-    def stop(self) -> None:
-        """End the child."""
+    def stop(self, patience: float = 0.0) -> None:
+        """End the child; with `patience` it may finish by itself in that many seconds, once the connection is
+        closed."""
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
             assert self._connection is not None
             self._connection.close()
+            self._process.join(patience)
+            self._process.kill()
+            self._process.join()
             self._process = self._connection = None
 
     def _guarded(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
@@ -108,11 +120,10 @@ class Worker:
             if self._opened != self.problem:
                 self._call("open", (self.problem,), OPEN_SECONDS)
                 self._opened = self.problem
-        except (TimeoutError, EOFError, OSError) as error:
+        except (EOFError, OSError, WorkerError) as error:
             self.stop()
-            raise WorkerError(
-                f"the measuring process cannot open {self.problem and self.problem.label()}: {error!r}"
-            ) from error
+            reason = str(error) or type(error).__name__
+            raise WorkerError(f"cannot measure {self.problem and self.problem.label()}: {reason}") from error
         try:
             found, peak, poisoned = self._call(method, arguments, seconds)
         except TimeoutError:
@@ -146,18 +157,22 @@ class Worker:
 
 
 def serve(connection: Connection, device: int, seed: int) -> None:
-    """Body of the child: answer requests until the parent goes away."""
+    """Body of the child: answer requests until the parent goes away. What it raises itself is sent as a WorkerError."""
+    follow_parent()
+    from .compile import first_line
     from .serving import Server
 
     try:
         server = Server(device, seed)
     except Exception as error:
-        connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {error}"))
+        connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
         return
     connection.send(server.facts)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
             method, arguments = connection.recv()
-        except EOFError:
-            return
-        connection.send(getattr(server, method)(*arguments))
+            try:
+                answer = getattr(server, method)(*arguments)
+            except Exception as error:
+                answer = WorkerError(first_line(error))
+            connection.send(answer)

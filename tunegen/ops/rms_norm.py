@@ -13,7 +13,7 @@ from .. import dispatch, paths, reference
 from ..dispatch import Choice, Key
 from ..errors import CompileError
 from ..launch import Argument
-from ..model import CASTINGS, Problem, rows_bucket
+from ..model import CASTINGS, rows_bucket
 from ..reference import DTYPE_NAMES
 
 
@@ -46,8 +46,7 @@ def rms_norm(
     x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
         return _forward(x, weight, eps, offset, casting, save_rstd=False)[0]
-    key, problem = _identify("backward", x, weight, offset, casting, weight_grad)
-    choice = dispatch.choose(key, problem, x.device)
+    choice = dispatch.choose(_key("backward", x, weight, offset, casting, weight_grad))
     if choice.config is None:
         return by_torch(x, weight, eps, offset, casting)
     y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd)
@@ -58,8 +57,8 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
     """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
     fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
     if fused and x.numel():
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return reference.rms_norm(x, weight, eps, offset=offset, casting=casting)
+        return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
+    return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
@@ -107,28 +106,20 @@ def _has_kernels(x: Tensor) -> bool:
     )
 
 
-def _identify(
-    direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool
-) -> tuple[Key, Problem]:
+def _key(direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool) -> Key:
     hidden = x.shape[-1]
-    rows = x.numel() // hidden
-    with_offset = weight is not None and offset != 0.0
-    weight_dtype = None if weight is None else DTYPE_NAMES[weight.dtype]
-    key = (
-        direction,
-        hidden,
-        rows_bucket(rows),
-        x.dtype,
-        weight_dtype,
-        casting,
-        with_offset,
-        weight_grad,
-        x.device.index,
+    return Key(
+        op="rms_norm",
+        direction=direction,
+        hidden=hidden,
+        rows=rows_bucket(x.numel() // hidden),  # a choice holds for its whole bucket, whichever row count asks first
+        x_dtype=x.dtype,
+        weight_dtype=None if weight is None else weight.dtype,
+        casting=casting,
+        offset=weight is not None and offset != 0.0,
+        weight_grad=weight_grad,
+        device=x.device.index,
     )
-    problem = Problem(
-        "rms_norm", direction, hidden, rows, DTYPE_NAMES[x.dtype], weight_dtype, casting, with_offset, weight_grad
-    )
-    return key, problem
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -152,8 +143,7 @@ def _forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows.shape[0], dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x_ptr": rows, "w_ptr": weight, "y_ptr": y, "rstd_ptr": rstd}
-    key, problem = _identify("forward", x, weight, offset, casting, False)
-    if not _launch(key, problem, tensors, eps, offset, save_rstd):
+    if not _launch(_key("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
         y = by_torch(x, weight, eps, offset, casting)
         if save_rstd:
             wide = rows.to(reference.accumulate_dtype(x))
@@ -182,8 +172,7 @@ def _backward(
         "dx_ptr": dx,
         "dw_ptr": dw,
     }
-    key, problem = _identify("backward", x, weight, offset, casting, weight_grad)
-    if not _launch(key, problem, tensors, eps, offset, False):
+    if not _launch(_key("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
         return _backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, dw
 
@@ -200,9 +189,7 @@ def _backward_by_torch(
     return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
-def _launch(
-    key: Key, problem: Problem, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool
-) -> bool:
+def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
     choice."""
     x = tensors["x_ptr"]
@@ -214,7 +201,7 @@ def _launch(
     if (dy := tensors.get("dy_ptr")) is not None:
         arguments["dy_row_stride"] = dy.stride(0)
     while True:
-        choice: Choice = dispatch.choose(key, problem, x.device)
+        choice: Choice = dispatch.choose(key)
         if choice.config is None or (choice.saves_rstd and tensors["rstd_ptr"] is None):
             return False
         try:

@@ -36,7 +36,9 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = [hidden] if isinstance(hidden, int) else list(hidden)
+        sizes = list(hidden) if isinstance(hidden, Sequence) else [hidden]
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+            raise TypeError(f"hidden must be an int or a sequence of one int, got {hidden!r}")
         if len(sizes) != 1 or sizes[0] < 1:
             raise ValueError(f"hidden must be one size of at least 1, got {hidden}")
         if casting not in CASTINGS:

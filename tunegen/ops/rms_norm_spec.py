@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .. import reference
 from ..model import DTYPE_BYTES, Config, OpSpec, Problem
 from ..model import Tensor as Shape
-from ..reference import DTYPES
+from ..reference import DTYPES, Expected
 
 EPS = 1e-6
 RSTD_FLOOR_ULP = 4.0
@@ -78,32 +78,46 @@ def bytes_moved(problem: Problem) -> int:
     return streams * problem.rows * problem.hidden * DTYPE_BYTES[problem.x_dtype]
 
 
+ROW_SCALES = (1.0, EPS**0.5, 1.0, 1.0, 512.0, 1.0, 1.0, 0.0)
+"""Kinds of rows by their scale. Beside ordinary ones: rows whose mean square is as small as eps (a wrong eps shows),
+rows whose squares overflow fp16, and rows of zeros."""
+PEAK_LAST, PEAK_ANYWHERE, ALONG_X = 2, 3, 5
+"""Kinds of rows where one element, the last or any, holds a 17th of the sum of squares, however wide the row (reading
+only part of it shows); and where an eighth of xhat is added to dy (leaving out the mean term of dx shows)."""
+
+
 def inputs(problem: Problem, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """Random inputs; rows of x differ in scale by up to 16, so that rstd visits several binades, and dy is never
-    constant."""
+    """Random inputs; row i is of kind (i + seed) % 8, see ROW_SCALES. Rows also differ in scale by up to 16, so that
+    rstd visits several binades, and dy is never constant."""
     generator = torch.Generator(device).manual_seed(seed)
+    wide = DTYPES[problem.accumulate]
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, device=device, dtype=wide)
 
     rows, hidden = problem.rows, problem.hidden
-    scale = torch.exp2(4 * torch.rand((rows, 1), generator=generator, device=device) - 2)
-    found = {"x": (draw(rows, hidden) * scale).to(DTYPES[problem.x_dtype])}
+    kind = (torch.arange(rows, device=device) + seed) % len(ROW_SCALES)
+    binades = torch.exp2(4 * torch.rand((rows, 1), generator=generator, device=device, dtype=wide) - 2)
+    scale = binades * torch.tensor(ROW_SCALES, device=device, dtype=wide)[kind][:, None]
+    x = draw(rows, hidden) * scale
+    peak = torch.randint(hidden, (rows, 1), generator=generator, device=device)
+    peak[kind == PEAK_LAST] = hidden - 1
+    peaked = ((kind == PEAK_LAST) | (kind == PEAK_ANYWHERE))[:, None]
+    x.scatter_(1, peak, torch.where(peaked, scale * hidden**0.5 / 4, x.gather(1, peak)))
+    found = {"x": x.to(DTYPES[problem.x_dtype])}
     if problem.weight_dtype:
         center = 0.0 if problem.offset else 1.0
         found["w"] = (center + 0.25 * draw(hidden)).to(DTYPES[problem.weight_dtype])
     if problem.direction == "backward":
-        found["dy"] = draw(rows, hidden).to(DTYPES[problem.x_dtype])
-        wide = found["x"].to(DTYPES[problem.accumulate])
-        found["rstd"] = torch.rsqrt(wide.square().mean(-1) + EPS)
+        found["rstd"] = torch.rsqrt(found["x"].to(wide).square().mean(-1) + EPS)
+        # Of either sign, so that dw stays a sum of what cancels.
+        share = torch.where(kind == ALONG_X, 0.125 * found["rstd"] * draw(rows).sign(), 0.0)
+        found["dy"] = draw(rows, hidden).addcmul_(x, share[:, None]).to(DTYPES[problem.x_dtype])
     return found
 
 
-Expected = dict[str, tuple[Tensor, Tensor | None]]
-
-
-def expected(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> Expected:
-    """Outputs by name, each with its slack (see `reference.forward`), computed in `dtype` and not rounded."""
+def expected(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
+    """Outputs by name, computed in `dtype` and not rounded."""
     step = max(1, CHUNK_ELEMENTS // problem.hidden)
     parts = []
     for start in range(0, problem.rows, step):
@@ -112,16 +126,19 @@ def expected(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> 
     return {name: _join(name, [part[name] for part in parts]) for name in parts[0]}
 
 
-def _join(name: str, parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def _join(name: str, parts: list[Expected]) -> Expected:
     """dw is a sum over rows, every other output has a part for each."""
-    values = [value for value, _ in parts]
-    slacks = [slack for _, slack in parts if slack is not None]
+    columns = [[t for t in column if t is not None] for column in zip(*parts, strict=True)]
     if name == "dw":
-        return torch.stack(values).sum(0), torch.stack(slacks).sum(0) if slacks else None
-    return torch.cat(values), torch.cat(slacks) if slacks else None
+        value, slack = (torch.stack(c).sum(0) if c else None for c in columns[:2])
+        assert value is not None
+        return Expected(value, slack)
+    value, slack, scale = (torch.cat(c) if c else None for c in columns)
+    assert value is not None
+    return Expected(value, slack, scale)
 
 
-def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> Expected:
+def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
     x = given["x"].to(dtype)
     weight = given.get("w")
     offset = OFFSET if problem.offset else 0.0
@@ -129,11 +146,15 @@ def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtyp
     round_to = DTYPES[problem.x_dtype] if problem.casting == "llama" and problem.x_dtype in ("bf16", "fp16") else None
     if problem.direction == "forward":
         y, rstd, slack = reference.forward(x, weight, EPS, offset, round_to)
-        return {"y": (y, slack if round_to else None), "rstd": (rstd, None)}
-    dx, dw, slack = reference.backward(given["dy"].to(dtype), x, weight, EPS, offset, round_to)
-    found: Expected = {"dx": (dx, None)}
+        per_row = y.abs().mean(-1, keepdim=True)
+        return {"y": Expected(y, slack if round_to else None, per_row), "rstd": Expected(rstd, None, rstd)}
+    dy = given["dy"].to(dtype)
+    dx, dw, slack = reference.backward(dy, x, weight, EPS, offset, round_to)
+    # The first term of dx: in a row of one element the second is as large, and all but an eps of both cancels.
+    term = dy if weight is None else dy * (weight.to(dtype) + offset)
+    found = {"dx": Expected(dx, None, (term.abs().mean(-1) * given["rstd"])[:, None])}
     if "dw" in tensors(problem):
-        found["dw"] = (dw, slack if round_to else None)
+        found["dw"] = Expected(dw, slack if round_to else None)
     return found
 
 

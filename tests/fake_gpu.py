@@ -1,0 +1,187 @@
+"""A GPU that is not there: a measuring process with made-up times, a compiler that compiles nothing, a small space.
+
+As a program it is the `tunegen` command on that GPU: `python fake_gpu.py PACKAGE PLAN ARGUMENT...`, where PACKAGE is a
+folder by `make_resources` and PLAN a `FakeGpu` as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tunegen import paths
+from tunegen.errors import CompileError, WorkerError
+from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
+from tunegen.pool import follow_parent
+from tunegen.silicon import of_arch
+from tunegen.worker import Facts, Worker
+
+H200 = of_arch("sm_90")
+TORCH_US, COMPILED_US = 30.0, 25.0
+VERSIONS = {"tunegen": "0.1.0", "torch": "2.14", "triton": "3.8", "driver": "580", "gpu": "none"}
+PROBLEM = Problem("rms_norm", "forward", 4096, 1024)
+
+SPACE = """\
+forward:
+  tile:
+    about: twenty candidates
+    parameters:
+      ROWS: [1, 2, 4, 8]
+      num_warps: [1, 2, 4, 8, 16]
+  old:
+    about: never dispatched
+    baseline: true
+    parameters:
+      num_warps: [1, 2]
+defaults:
+  forward:
+    any:
+      - {family: tile, ROWS: 2, num_warps: 4}
+"""
+DEFAULT = Config.of("tile", {"ROWS": 2, "num_warps": 4})
+FILE_ORDER = [
+    Config.of("tile", {"ROWS": rows, "num_warps": warps}) for rows in (1, 2, 4, 8) for warps in (1, 2, 4, 8, 16)
+]
+TILES = [DEFAULT, *(config for config in FILE_ORDER if config != DEFAULT)]
+"""In the order in which they are tried."""
+OLD = [Config.of("old", {"num_warps": warps}) for warps in (1, 2)]
+
+
+def make_resources(folder: Path) -> Path:
+    """A folder that serves as `paths.PACKAGE`: the space above, and a template for each of its families."""
+    templates = folder / "templates" / "rms_norm"
+    templates.mkdir(parents=True)
+    for family in ("tile", "old"):
+        (templates / f"forward_{family}.py.jinja").write_text("SAVE_RSTD = {{ save_rstd }}\n")
+    (folder / "search_spaces").mkdir()
+    (folder / "search_spaces" / "rms_norm.yaml").write_text(SPACE)
+    return folder
+
+
+def us_of(problem: Problem, config: Config) -> float:
+    """The made-up time: 10 to 20 us for a config of a template, the same whenever and wherever it is asked for."""
+    if not config.parameters:
+        return TORCH_US if config.family == "torch" else COMPILED_US
+    digest = hashlib.sha256(f"{problem.label()} {config.label()}".encode()).digest()
+    return 10 + int.from_bytes(digest[:2], "big") / 6553.6
+
+
+def measurement(us: float, blocks: int = 3) -> Measurement:
+    return Measurement(us, us / 10, 10.0, (us,) * blocks, (10.0,) * blocks)
+
+
+@dataclass
+class FakeGpu:
+    """`faults` says by label of a config what comes of it instead of a time, and of a problem what comes of opening it.
+    `us` sets times by label. The file `log` gets a line for each thing that is done, with the process that did it."""
+
+    log: str
+    faults: dict[str, str] = field(default_factory=dict)
+    us: dict[str, float] = field(default_factory=dict)
+    opened: Problem = PROBLEM
+
+    def worker(self, seed: int = 0) -> Worker:
+        return Worker(0, seed, self.serve)
+
+    def serve(self, connection, device: int, seed: int) -> None:
+        """In place of `worker.serve`, in the child."""
+        follow_parent()
+        self.note("start")
+        if fault := self.faults.get("start"):
+            os._exit(3) if fault == "exit" else time.sleep(600)
+        connection.send(Facts(H200, VERSIONS))
+        while True:
+            try:
+                method, arguments = connection.recv()
+            except EOFError:
+                return
+            connection.send(getattr(self, method)(*arguments))
+
+    def open(self, problem: Problem) -> WorkerError | None:
+        self.note(f"open {problem.label()}")
+        if fault := self.faults.get(problem.label()):
+            return WorkerError("OutOfMemoryError: 2 TiB") if fault == "out of memory" else os._exit(4)
+        self.opened = problem
+        return None
+
+    def screen(self, config: Config, resources: Resources | None):
+        fault = self.faults.get(config.label(), "")
+        trial = Trial(self.opened, config, TrialState.OK, resources=resources)
+        if fault == "exit":
+            os._exit(7)
+        if fault == "hang":
+            self.note(f"hang {config.label()}")
+            time.sleep(600)
+        if fault == "illegal address":
+            return (TrialState.CRASHED, fault), 0, True
+        if fault == "out of memory":
+            return (TrialState.RUNTIME, fault), 0, False
+        if fault == "wrong":
+            return replace(trial, state=TrialState.INCORRECT, reason="y: half of each row is NaN"), 2000, False
+        self.note(f"screen {self.opened.label()} {config.label()}")
+        return replace(trial, measurement=measurement(self.time_of(config))), 1000, False
+
+    def finals(self, trials: list[Trial]):
+        for trial in trials:
+            if self.faults.get(trial.config.label()) == "exit in finals":
+                os._exit(8)
+        good = [t for t in trials if self.faults.get(t.config.label()) != "wrong in finals"]
+        self.note(f"finals {self.opened.label()} " + ", ".join(t.config.label() for t in good))
+        return (
+            [replace(t, stage="final", measurement=measurement(self.time_of(t.config), 20)) for t in good],
+            3000,
+            False,
+        )
+
+    def time_of(self, config: Config) -> float:
+        return self.us.get(config.label()) or us_of(self.opened, config)
+
+    def compile(self, problem: Problem, config: Config, silicon: Silicon) -> Resources:
+        """In place of the compiler, in a process of the pool."""
+        self.note(f"compile {config.label()}")
+        fault = self.faults.get(config.label(), "")
+        if fault == "abort":
+            os._exit(9)
+        if fault == "compiles for ever":
+            time.sleep(600)
+        if fault == "too large":
+            raise CompileError("tile_kernel: OutOfResources: shared memory")
+        return Resources(32, 64 if fault == "spills" else 0, 1024, "binary")
+
+    def note(self, line: str) -> None:
+        with open(self.log, "a") as file:
+            file.write(f"{os.getpid()} {line}\n")
+
+    def lines(self, word: str) -> list[str]:
+        """What was noted under that first word, without it."""
+        return [line[1:] and line[1][len(word) + 1 :] for line in self._log() if line[1].split()[0] == word]
+
+    def processes(self) -> set[int]:
+        return {int(line[0]) for line in self._log()}
+
+    def _log(self) -> list[list[str]]:
+        return [line.split(" ", 1) for line in Path(self.log).read_text().splitlines()]
+
+    def command(self, package: Path, *arguments: str) -> list[str]:
+        return [sys.executable, __file__, str(package), json.dumps(asdict(self) | {"opened": None}), *arguments]
+
+
+def main(package: str, plan: str, *arguments: str) -> None:
+    from tunegen import commands
+    from tunegen.cli import main as tunegen
+
+    gpu = FakeGpu(**json.loads(plan))
+    paths.PACKAGE = Path(package)
+    commands._target = lambda arch: None
+    commands.sweep_gpu = functools.partial(commands.sweep_gpu, worker=gpu.worker(), compile_one=gpu.compile)
+    tunegen(arguments, prog_name="tunegen")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

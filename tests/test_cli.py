@@ -1,0 +1,471 @@
+"""The command line: bad input, sweeps without a GPU, and what show, render and families print."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from fake_gpu import H200, VERSIONS, make_resources, measurement
+
+from tunegen import cli, paths
+from tunegen.compile import load
+from tunegen.dispatch import triton_minor
+from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
+from tunegen.ops import op_spec
+from tunegen.render import combined_digest, render
+from tunegen.space import load_space
+from tunegen.store import Store
+
+REPOSITORY = paths.PACKAGE.parent
+BACKWARD = Problem("rms_norm", "backward", 4096, 16384, weight_grad=True)
+FORWARD = replace(BACKWARD, direction="forward", weight_grad=False)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], prog_name="tunegen")
+
+
+def output(*arguments):
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def process(*arguments, **variables):
+    """The command in a process of its own, as a user has it."""
+    command = [sys.executable, "-m", "tunegen.cli", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def refused(*arguments):
+    """The one line with which the command refuses its arguments."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    told = [line for line in result.stderr.splitlines() if line.startswith(("Error:", "tunegen:"))]
+    assert len(told) == 1
+    assert result.stderr.splitlines()[-1] == told[0], "nothing stands behind it"
+    assert "Traceback" not in result.stderr
+    return told[0]
+
+
+# Bad input
+
+
+BAD_INPUT = {
+    "sweep": ["--hidden", "Missing"],
+    "sweep --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
+    "sweep --hidden -4096": ["--hidden", "-4096 is not in the range"],
+    "sweep --hidden 2147483648": ["--hidden", "2147483648 is not in the range"],
+    "sweep --hidden abc": ["--hidden", "'abc' is no integer", "such as 4096"],
+    "sweep --hidden ''": ["--hidden", "'' is no integer", "such as 4096"],
+    "sweep --hidden 4096,": ["--hidden", "'' is no integer"],
+    "sweep --hidden 4096 --hidden 4e3": ["--hidden", "'4e3' is no integer"],
+    "sweep --hidden \u0664": ["--hidden", "is no integer"],
+    "sweep --hidden 64 --rows 4,0": ["--rows", "0 is not in the range"],
+    "sweep --hidden 64 --budget 0": ["--budget", "0 is not in the range x>=1"],
+    "sweep --hidden 64 --budget many": ["--budget", "'many'", "integer"],
+    "sweep --hidden 64 --seed -1": ["--seed", "-1 is not in the range 0<=x<=4294967295"],
+    "sweep --hidden 64 --dtype fp8": ["--dtype", "'fp8'", "'bf16', 'fp16', 'fp32', 'fp64'"],
+    "sweep --hidden 64 --weight-dtype int8": ["--weight-dtype", "'int8'", "'none'"],
+    "sweep --hidden 64 --direction both": ["--direction", "'both'", "'forward', 'backward'"],
+    "sweep --hidden 64 --casting hf": ["--casting", "'hf'", "'fp32', 'llama'"],
+    "sweep --hidden 64 --arch sm_75": ["--arch", "'sm_75'", "sm_80, sm_86, sm_89, sm_90"],
+    "sweep --hidden 64 --db ~nobody.here/x.db": ["--db", "~nobody.here/x.db"],
+    "sweep --width 64": ["No such option", "--width"],
+    "show losers": ["'losers'", "'winners', 'trials'"],
+    "show --hidden 0": ["--hidden", "0 is not in the range"],
+    "show --state bad": ["--state", "'bad'", "'incorrect'"],
+    "show --kind bad": ["--kind", "'bad'", "'measured'"],
+    "render sideways --hidden 64": ["'sideways'", "'forward', 'backward'"],
+    "render forward": ["--hidden", "Missing"],
+    "render forward --hidden 0": ["--hidden", "0 is not in the range 1<=x<=2147483647"],
+    "render forward --hidden 64 --rows 0": ["--rows", "0 is not in the range"],
+    "render forward --hidden 64 --arch sm_1": ["--arch", "'sm_1'", "sm_80, sm_86"],
+    "render forward two_pass CHUNK --hidden 64": ["'CHUNK'", "NAME=VALUE", "num_warps=8"],
+    "render forward two_pass =4 --hidden 64": ["'=4'", "NAME=VALUE"],
+    "render forward flash --hidden 64": ["forward family 'flash'", "single_block", "two_pass"],
+    "render forward dx_only --hidden 64": ["forward family 'dx_only'", "single_block"],
+    "render forward two_pass RSTD=saved --hidden 64": ["'RSTD'", "CHUNK", "num_warps"],
+    "render forward two_pass CHUNK=5 --hidden 64": ["CHUNK of two_pass is 5", "1024, 2048"],
+    "render forward two_pass CHUNK=\u00b2 --hidden 64": ["CHUNK of two_pass is '\u00b2'"],
+    "render backward dx_only RSTD=1 --hidden 64": ["RSTD of dx_only is 1", "saved, recomputed"],
+    "tune": ["No such command 'tune'"],
+}
+
+
+@pytest.mark.parametrize("command", BAD_INPUT)
+def test_bad_input_is_refused_in_one_line(command):
+    told = refused(*shlex.split(command))
+    assert [words for words in BAD_INPUT[command] if words not in told] == []
+
+
+def a_folder(folder):
+    (folder / "tune.db").mkdir()
+    return folder / "tune.db", "is no plain file"
+
+
+def below_a_file(folder):
+    (folder / "file").touch()
+    return folder / "file" / "tune.db", "cannot make"
+
+
+def no_database(folder):
+    (folder / "notes.txt").write_text("not for you " * 100)
+    return folder / "notes.txt", "not a database"
+
+
+def of_another_program(folder):
+    with sqlite3.connect(folder / "other.db") as connection:
+        connection.execute("CREATE TABLE customers (name TEXT)")
+    connection.close()
+    return folder / "other.db", "another program's database"
+
+
+@pytest.mark.parametrize("place", [a_folder, below_a_file, no_database, of_another_program])
+def test_database_that_cannot_be_written_is_refused_and_left_alone(tmp_path, place):
+    path, words = place(tmp_path)
+    before = path.read_bytes() if path.is_file() else None
+    told = refused("sweep", "--hidden", 64, "--arch", "sm_90", "--db", path)
+    assert str(path) in told
+    assert words in told
+    assert "set TUNEGEN_DB" in told
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+@pytest.mark.parametrize("command", [["show"], ["show", "trials"], ["render", "forward", "--hidden", "64"]])
+@pytest.mark.parametrize("place", [no_database, of_another_program])
+def test_what_is_no_database_is_refused_and_left_alone_by_readers(tmp_path, command, place):
+    path, words = place(tmp_path)
+    before = path.read_bytes()
+    assert words in refused(*command, "--db", path, *(["--arch", "sm_90"] if command[0] == "render" else []))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_show_without_a_database_says_how_to_get_one(tmp_path):
+    told = refused("show", "--db", tmp_path / "none.db")
+    assert f"no database at {tmp_path / 'none.db'}; run `tunegen sweep`" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["families"], ["sweep", "--hidden", "64", "--arch", "sm_90"], ["render", "forward", "--hidden", "64"]]
+)
+def test_broken_search_space_is_named_with_file_and_line(tmp_path, monkeypatch, command):
+    package = make_resources(tmp_path / "package")
+    monkeypatch.setattr(paths, "PACKAGE", package)
+    space = package / "search_spaces" / "rms_norm.yaml"
+    space.write_text(space.read_text().replace("baseline: true", "basline: true"))
+    line = space.read_text().splitlines().index("    basline: true") + 1
+    told = refused(*command, *([] if command == ["families"] else ["--db", tmp_path / "tune.db"]))
+    assert f"{space}:{line}: forward.old.basline: unknown key" in told
+
+
+def test_missing_resources_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "PACKAGE", tmp_path / "lib" / "tunegen")
+    told = refused("families")
+    assert str(tmp_path / "lib" / "tunegen" / "search_spaces") in told
+    assert str(tmp_path / "lib" / "search_spaces") in told
+
+
+# Help
+
+
+def commands():
+    return [pytest.param(command, id=name) for name, command in cli.main.commands.items()]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_and_option_has_help(command):
+    assert command.help
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    assert [p.opts for p in options if not p.help] == []
+    assert output(command.name, "--help") == output(command.name, "-h")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_examples_in_help_run_as_far_as_the_parser(command):
+    for example in re.findall(r"Example: tunegen (.*)", command.help):
+        with cli.main.make_context("tunegen", example.split()) as context:
+            command.make_context(command.name, example.split()[1:], parent=context)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_names_every_command(command):
+    assert f"`tunegen {command.name}" in (REPOSITORY / "README.md").read_text()
+
+
+def test_version():
+    assert output("--version").split()[-1] == cli.__version__
+
+
+def test_help_is_quick_to_load():
+    code = """
+import sys
+from tunegen.cli import main
+try:
+    main(["sweep", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+print([name for name in ("torch", "triton", "optuna", "jinja2", "sqlite_utils", "numpy") if name in sys.modules])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert found.stderr == ""
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+# A sweep without a GPU
+
+
+SWEEP = ["sweep", "--hidden", "256", "--direction", "forward", "--arch", "sm_90"]
+
+
+@pytest.mark.compiler
+def test_sweep_without_a_gpu_stores_estimates_and_says_so(tmp_path):
+    path = tmp_path / "new" / "tune.db"
+    result = process(*SWEEP, "--rows", "4,300", "--db", path)
+    assert (result.returncode, result.stderr) == (0, "")
+    *_, summary, last = result.stdout.splitlines()
+    assert last == f"database: {path}"
+    assert re.match(r"No GPU: \d+ candidates of \d+ families compiled for sm_90 .*nothing was timed\. \d+ s\.", summary)
+    assert not set("\x1b\r") & set(result.stdout)
+    assert "forward 300x256 bf16" in result.stdout
+    with Store.read(path) as store:
+        trials = store.trials()
+        assert store.winners(kind="measured") == []
+        assert [row["rows"] for row in store.winners(kind="estimated")] == [4, 300]
+    assert sorted((t["rows"], t["family"], t["parameters"]) for t in trials) == all_candidates(
+        hidden=256, rows=(4, 300)
+    )
+    assert {(t["kind"], t["state"], t["us"]) for t in trials} == {("estimated", "ok", None)}
+    assert all(t["estimate_us"] > 0 and t["registers"] > 0 for t in trials)
+
+
+def all_candidates(hidden, rows):
+    space = load_space("rms_norm")
+    problems = [replace(FORWARD, hidden=hidden, rows=m) for m in rows]
+    families = [(p, family.name) for p in problems for family in space.families(p, H200)]
+    return sorted((p.rows, name, c.to_json()) for p, name in families for c in space.candidates(p, H200, name))
+
+
+@pytest.mark.compiler
+def test_sweep_prints_json_and_nothing_else(tmp_path):
+    result = process(*SWEEP, "--rows", "4", "--json", "--db", tmp_path / "tune.db")
+    found = json.loads(result.stdout)
+    assert sorted(found) == ["database", "failures", "results", "summary"]
+    assert found["database"] == str(tmp_path / "tune.db")
+    assert {(r["direction"], r["rows"], r["hidden"]) for r in found["results"]} == {("forward", 4, 256)}
+    times = [r["estimate_us"] for r in found["results"]]
+    assert times == sorted(times)
+    assert found["failures"] == []
+    assert "forward 4x256 bf16" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.compiler
+def test_database_of_a_sweep_is_that_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNEGEN_DB", str(tmp_path / "mine.db"))
+    # no algorithm is for rows as wide as this, so that nothing needs to be compiled
+    text = output("sweep", "--hidden", "2000000000", "--rows", "1", "--direction", "backward", "--arch", "sm_90")
+    assert text.splitlines()[-1] == f"database: {tmp_path / 'mine.db'}"
+    assert (tmp_path / "mine.db").is_file()
+
+
+def test_plain_text_in_ci_even_where_colour_is_forced(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("CI", raising=False)
+    assert cli._console().is_terminal
+    monkeypatch.setenv("CI", "true")
+    assert not cli._console().is_terminal
+
+
+# Show, render, families
+
+
+def winner():
+    """A choice for BACKWARD that is not the default and whose kernel reads otherwise."""
+    space = load_space("rms_norm")
+    candidates = space.candidates(BACKWARD, H200, "persistent_partials")
+    return next(c for c in candidates if c["RSTD"] == "recomputed")
+
+
+@pytest.fixture
+def db(tmp_path):
+    """Measured, failed and estimated trials; the winner of BACKWARD is `winner()`."""
+    path = tmp_path / "tune.db"
+    spec, config = op_spec("rms_norm"), winner()
+    digest = combined_digest(BACKWARD, config, spec)
+    torch = Trial(BACKWARD, Config("torch"), TrialState.OK, measurement=measurement(60.0))
+    failed = Config.of("two_pass", {"CHUNK": 1024, "num_warps": 4})
+    with Store.open(path) as store:
+        sweep = store.begin_sweep(H200, {}, {k: v for k, v in VERSIONS.items() if k != "gpu"}, 0)
+        for trial in (
+            Trial(BACKWARD, config, TrialState.OK, digest=digest, measurement=measurement(50.0)),
+            torch,
+            Trial(FORWARD, failed, TrialState.COMPILE, reason="OutOfResources: [shared] memory"),
+            Trial(FORWARD, failed, TrialState.OK, kind="estimated", estimate_us=31.5),
+        ):
+            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.14")
+        store.finish_sweep(sweep)
+    return path
+
+
+def test_show_prints_winners_one_a_line(db):
+    head, backward, forward = [line for line in output("show", "--db", db).splitlines() if line.strip(" \u2500")]
+    assert head.split()[:4] == ["direction", "rows", "hidden", "x_dtype"]
+    for text in (
+        "backward",
+        "16384",
+        "persistent_partials",
+        winner().to_json(),
+        "measured",
+        "50.000",
+        "5.000",
+        H200.name,
+    ):
+        assert f" {text} " in backward
+    for text in ("forward", "two_pass", "estimated", "31.500"):
+        assert f" {text} " in forward
+    assert " yes " not in backward
+
+
+def test_show_marks_the_winner_of_half_a_sweep(db):
+    with sqlite3.connect(db) as connection:
+        connection.execute("UPDATE sweeps SET state = 'interrupted'")
+    connection.close()
+    (line,) = [line for line in output("show", "--kind", "measured", "--db", db).splitlines() if "backward" in line]
+    assert " yes " in line
+    assert json.loads(output("show", "--kind", "measured", "--json", "--db", db))[0]["half"] == 1
+
+
+def test_show_trials_with_reasons_as_they_are(db):
+    (line,) = [
+        line for line in output("show", "trials", "--state", "compile", "--db", db).splitlines() if "two_pass" in line
+    ]
+    assert "OutOfResources: [shared] memory" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "families"),
+    [
+        ([], ["persistent_partials", "torch", "two_pass", "two_pass"]),
+        (["--state", "ok"], ["persistent_partials", "torch", "two_pass"]),
+        (["--state", "ok", "--kind", "measured"], ["persistent_partials", "torch"]),
+        (["--direction", "forward"], ["two_pass", "two_pass"]),
+        (["--family", "torch"], ["torch"]),
+        (["--hidden", "4096", "--rows", "16384", "--dtype", "bf16", "--state", "compile"], ["two_pass"]),
+        (["--hidden", "64"], []),
+        (["--dtype", "fp16"], []),
+    ],
+)
+def test_show_trials_filters(db, arguments, families):
+    found = json.loads(output("show", "trials", *arguments, "--json", "--db", db))
+    assert [trial["family"] for trial in found] == families
+
+
+def test_show_says_when_nothing_matches(db):
+    assert output("show", "--hidden", 64, "--db", db).strip() == f"no winners match in {db}"
+    assert json.loads(output("show", "--hidden", 64, "--json", "--db", db)) == []
+
+
+def loaded(problem, config, number=0):
+    """The text of the file from which the kernel is imported, and the line that says which config it is."""
+    flags = op_spec(problem.op).flags(problem, config)[number]
+    module = load(render(problem.op, f"{problem.direction}_{config.family}", flags))
+    return Path(module.__file__).read_text()
+
+
+def rendered(*arguments):
+    result = run("render", *arguments, "--arch", "sm_90")
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def test_render_prints_the_file_of_the_winner(db):
+    text, origin = rendered("backward", "--hidden", 4096, "--rows", 16384, "--db", db)
+    assert text == loaded(BACKWARD, winner())
+    assert origin == f"{BACKWARD.label()}: {winner().label()} (measured at 16384 rows on {H200.name})\n"
+
+
+def test_render_prints_the_file_of_the_default_where_nothing_is_measured(db):
+    default = load_space("rms_norm").default(FORWARD, H200)
+    text, origin = rendered("forward", "--hidden", 4096, "--rows", 16384, "--db", db)
+    assert text == loaded(FORWARD, default)
+    assert origin == f"{FORWARD.label()}: {default.label()} (built-in default on {H200.name})\n"
+
+
+def test_render_prints_the_file_of_another_contract_and_not_the_winner(db):
+    offset = replace(BACKWARD, offset=True, casting="llama", weight_dtype="fp32")
+    options = ["--offset", "--casting", "llama", "--weight-dtype", "fp32"]
+    text, origin = rendered("backward", "--hidden", 4096, "--rows", 16384, "--db", db, *options)
+    assert text == loaded(offset, load_space("rms_norm").default(offset, H200))
+    assert "built-in default" in origin
+
+
+def test_render_prints_the_file_of_a_config(tmp_path):
+    nowhere = ["--db", tmp_path / "none.db"]
+    text, _ = rendered(
+        "backward", "persistent_partials", "RSTD=recomputed", "--hidden", 4096, "--rows", 16384, *nowhere
+    )
+    assert text == loaded(BACKWARD, winner())
+    saved, _ = rendered("backward", "persistent_partials", "--hidden", 4096, *nowhere)
+    assert saved != text
+    frozen = replace(BACKWARD, weight_grad=False)
+    text, _ = rendered("backward", "dx_only", "--frozen-weight", "--hidden", 4096, *nowhere)
+    assert text == loaded(frozen, Config.of("dx_only", {"RSTD": "saved"}))
+
+
+def test_render_prints_forward_as_it_runs_for_a_gradient(tmp_path):
+    options = ["forward", "two_pass", "CHUNK=2048", "--hidden", 4096, "--db", tmp_path / "none.db"]
+    config = Config.of("two_pass", {"CHUNK": 2048})
+    plain, saving = loaded(FORWARD, config), loaded(FORWARD, config, 1)
+    assert plain != saving
+    assert rendered(*options)[0] == plain
+    assert rendered(*options, "--save-rstd")[0] == saving
+
+
+def test_render_where_torch_wins_asks_for_a_family(db):
+    with sqlite3.connect(db) as connection:
+        connection.execute("UPDATE trials SET score = 0.5 WHERE family = 'torch'")
+    connection.close()
+    told = refused("render", "backward", "--hidden", 4096, "--rows", 16384, "--arch", "sm_90", "--db", db)
+    assert "torch's own op; name a family" in told
+
+
+def test_families_lists_all_with_their_parameters():
+    members = load_space("rms_norm").members
+    found = json.loads(output("families", "--json"))
+    assert [(f["direction"], f["family"], f["baseline"]) for f in found] == [
+        (*k, m.baseline) for k, m in members.items()
+    ]
+    assert [list(f["parameters"]) for f in found] == [list(m.parameters) for m in members.values()]
+    text = output("families")
+    for family in members.values():
+        assert family.about in text
+        assert all(f" {name}: " in text for name in family.parameters)
+    assert text.count("(baseline)") == sum(family.baseline for family in members.values())
+
+
+def test_families_names_choices_and_rules(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "PACKAGE", make_resources(tmp_path / "package"))
+    space = tmp_path / "package" / "search_spaces" / "rms_norm.yaml"
+    space.write_text(space.read_text().replace("      ROWS: [1, 2, 4, 8]\n", '      ROWS: [1, 2]\n      B: "=2*N"\n'))
+    assert [line.strip() for line in output("families").splitlines()][:4] == [
+        "forward  tile                  twenty candidates",
+        "ROWS: 1, 2",
+        "num_warps: 1, 2, 4, 8, 16",
+        "B: =2*N",
+    ]

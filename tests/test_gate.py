@@ -1,0 +1,341 @@
+"""The gate tests itself: right kernels pass, faulty ones do not, in every dtype in which the fault is one."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import emulated
+import pytest
+import torch
+from emulated import SPEC, Kernel
+
+from tunegen.model import Problem
+from tunegen.reference import Expected
+from tunegen.verify import GUARD, Gate, checks, deviation, error_ulp
+
+ROWS, HIDDEN = 130, 250
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
+NARROW = ("bf16", "fp16")
+FORWARD, BACKWARD = frozenset({"y"}), frozenset({"dx", "dw"})
+
+both_directions = pytest.mark.parametrize("direction", ["forward", "backward"])
+both_castings = pytest.mark.parametrize("casting", ["fp32", "llama"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@functools.cache
+def gate(direction, dtype, casting="fp32", rows=ROWS, hidden=HIDDEN, **more):
+    weight = more.pop("weight", dtype)
+    grad = direction == "backward" and weight is not None
+    problem = Problem("rms_norm", direction, hidden, rows, dtype, weight, casting, weight_grad=grad, **more)
+    return Gate(SPEC, problem, torch.device("cpu"))
+
+
+def verdict(kernel, direction, dtype, casting="fp32", outputs=None, **more):
+    """The outputs that a call without rstd saved has, unless stated."""
+    written = FORWARD if direction == "forward" else BACKWARD if more.get("weight", 1) else frozenset({"dx"})
+    return gate(direction, dtype, casting, **more).check(kernel(), outputs or written)
+
+
+def assert_rejected(kernel, direction, dtype, casting="fp32", **more):
+    found = verdict(kernel, direction, dtype, casting, **more)
+    assert not found.ok, f"passed with an error of {found.error_ulp} ulp"
+    assert found.reason
+
+
+@every_dtype
+@both_castings
+@both_directions
+@pytest.mark.parametrize("kernel", [Kernel, emulated.InLanes, emulated.Backwards, emulated.TorchOps])
+def test_right_kernels_pass(kernel, direction, casting, dtype):
+    found = verdict(kernel, direction, dtype, casting)
+    assert found.ok, found.reason
+
+
+@both_directions
+@pytest.mark.parametrize(("dtype", "weight"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", None)])
+def test_right_kernels_pass_with_other_weights(direction, dtype, weight):
+    found = verdict(emulated.InLanes, direction, dtype, weight=weight)
+    assert found.ok, found.reason
+
+
+@both_castings
+@both_directions
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4096), (3, 2), (5, 8192), (1100, 33)], ids=str)
+def test_right_kernels_pass_at_every_shape(direction, casting, shape):
+    for dtype in DTYPES:
+        found = verdict(emulated.InLanes, direction, dtype, casting, rows=shape[0], hidden=shape[1])
+        assert found.ok, f"{dtype}: {found.reason}"
+
+
+@every_dtype
+def test_rstd_is_held_to_a_few_ulp(dtype):
+    assert verdict(emulated.InLanes, "forward", dtype, outputs=FORWARD | {"rstd"}).ok
+    found = verdict(emulated.RstdStoredInBf16, "forward", dtype, outputs=FORWARD | {"rstd"})
+    assert found.error_ulp > 1000
+    assert found.reason.startswith("rstd at ")
+
+
+# Faults of the arithmetic.
+
+
+@every_dtype
+@both_castings
+def test_rejects_dw_summed_in_bf16(casting, dtype):
+    assert_rejected(emulated.DwSummedInBf16, "backward", dtype, casting)
+
+
+@every_dtype
+@both_castings
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_rejects_dw_a_thousandth_too_small(rows, casting, dtype):
+    assert_rejected(emulated.DwSlightlyShort, "backward", dtype, casting, rows=rows)
+
+
+@every_dtype
+@both_castings
+def test_rejects_dw_without_the_last_row(casting, dtype):
+    assert_rejected(emulated.DwWithoutTheLastRow, "backward", dtype, casting)
+
+
+@every_dtype
+@both_castings
+@both_directions
+@pytest.mark.parametrize("shape", [(ROWS, HIDDEN), (1, 4096), (5, 128)], ids=str)
+def test_rejects_rstd_in_bf16(shape, direction, casting, dtype):
+    assert_rejected(emulated.RstdInBf16, direction, dtype, casting, rows=shape[0], hidden=shape[1])
+
+
+@every_dtype
+@both_castings
+@both_directions
+@pytest.mark.parametrize("shape", [(ROWS, HIDDEN), (1, 4096), (5, 128)], ids=str)
+@pytest.mark.parametrize("kernel", [emulated.EpsDoubled, emulated.EpsOutsideTheRoot])
+def test_rejects_a_wrong_eps(kernel, shape, direction, casting, dtype):
+    assert_rejected(kernel, direction, dtype, casting, rows=shape[0], hidden=shape[1])
+
+
+@every_dtype
+@both_directions
+def test_rejects_squares_that_overflow_fp16(direction, dtype):
+    assert_rejected(emulated.SquaresInFp16, direction, dtype)
+
+
+@every_dtype
+@both_castings
+@pytest.mark.parametrize("shape", [(ROWS, HIDDEN), (1, 4096), (5, 16384)], ids=str)
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "no weight"])
+def test_rejects_dx_without_its_mean_term(weight, shape, casting, dtype):
+    weight = dtype if weight else None
+    assert_rejected(emulated.MeanTermLeftOut, "backward", dtype, casting, rows=shape[0], hidden=shape[1], weight=weight)
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_rejects_a_mean_term_over_the_block_instead_of_the_row(rows, dtype):
+    """4000 and 4096 are close, and the mean of random numbers is small: rows with a part of dy along x show it."""
+    assert_rejected(emulated.MeanTermOverTheBlock, "backward", dtype, rows=rows, hidden=4000)
+
+
+@every_dtype
+@both_castings
+@both_directions
+def test_rejects_an_offset_added_in_bf16(direction, casting, dtype):
+    assert verdict(Kernel, direction, dtype, casting, offset=True).ok
+    assert_rejected(emulated.OffsetAddedInBf16, direction, dtype, casting, offset=True)
+
+
+@both_directions
+@pytest.mark.parametrize("rows", [ROWS, 1])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rejects_a_rounding_that_the_contract_does_not_have(dtype, rows, direction):
+    assert_rejected(emulated.RoundsXhat, direction, dtype, "fp32", rows=rows)
+
+
+@both_directions
+@pytest.mark.parametrize("rows", [ROWS, 1])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rejects_a_rounding_that_the_contract_has_and_the_kernel_lacks(dtype, rows, direction):
+    assert_rejected(emulated.DoesNotRoundXhat, direction, dtype, "llama", rows=rows)
+
+
+# Faults of reading.
+
+
+@every_dtype
+@both_castings
+@both_directions
+@pytest.mark.parametrize("hidden", [HIDDEN, 127, 1023])
+@pytest.mark.parametrize("kernel", [emulated.ReadsOn, emulated.ReadsOnWithinTheTensor])
+def test_rejects_a_missing_mask(kernel, hidden, direction, casting, dtype):
+    assert_rejected(kernel, direction, dtype, casting, hidden=hidden)
+
+
+@every_dtype
+@both_directions
+def test_rejects_a_missing_mask_on_a_single_row(direction, dtype):
+    assert_rejected(emulated.ReadsOn, direction, dtype, rows=1, hidden=1023)
+
+
+@every_dtype
+@both_castings
+@both_directions
+@pytest.mark.parametrize("shape", [(ROWS, HIDDEN), (1, 4096), (5, 16384)], ids=str)
+@pytest.mark.parametrize("kernel", [emulated.HalfOfTheRowRead, emulated.LastColumnNotRead])
+def test_rejects_a_row_that_is_read_in_part(kernel, shape, direction, casting, dtype):
+    assert_rejected(kernel, direction, dtype, casting, rows=shape[0], hidden=shape[1])
+
+
+@every_dtype
+@both_directions
+def test_rejects_one_wrong_row(direction, dtype):
+    assert_rejected(emulated.OneRowWrong, direction, dtype)
+
+
+# Faults of writing.
+
+
+@every_dtype
+@both_directions
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (emulated.HalfOfTheRowUnwritten, "unwritten"),
+        (emulated.LastElementUnwritten, "unwritten"),
+        (emulated.NanInOneElement, "NaN"),
+        (emulated.WritesPastTheEnd, "outside of the tensor"),
+        (emulated.WritesBeforeTheStart, "outside of the tensor"),
+    ],
+)
+def test_rejects_wrong_writes_with_the_reason(kernel, reason, direction, dtype):
+    found = verdict(kernel, direction, dtype)
+    assert not found.ok
+    assert found.error_ulp == math.inf
+    assert reason in found.reason
+
+
+@every_dtype
+def test_rejects_a_backward_that_writes_into_dy(dtype):
+    found = verdict(emulated.DxOverDy, "backward", dtype)
+    assert not found.ok
+    assert "dy" in found.reason
+    assert "input was written" in found.reason
+    assert verdict(Kernel, "backward", dtype).ok, "the next candidate must find its inputs as they were"
+
+
+@pytest.mark.parametrize("order", [(Kernel, emulated.HalfOfTheRowUnwritten), (emulated.HalfOfTheRowUnwritten, Kernel)])
+def test_no_candidate_fills_the_gaps_of_another(order):
+    found = [verdict(kernel, "forward", "fp32").ok for kernel in order]
+    assert found == [kernel is Kernel for kernel in order]
+
+
+def test_the_reason_names_output_shape_error_and_limit():
+    found = verdict(emulated.EpsDoubled, "forward", "fp32", rows=3)
+    assert found.reason == f"y at 3x{HIDDEN}: off by {found.error_ulp:.3g} ulp, allowed {budget_of('forward', 'y'):.3g}"
+
+
+def budget_of(direction, name):
+    return gate(direction, "fp32", rows=3).cases[0][2][name].budget
+
+
+@both_directions
+def test_one_budget_for_all_cases(direction):
+    """Else a right kernel would be rejected where plain torch was lucky on three rows."""
+    bounds = [bounds for _, _, bounds in gate(direction, "fp32").cases]
+    assert len(bounds) > 1
+    assert all(len({b[name].budget for b in bounds}) == 1 for name in bounds[0])
+
+
+@both_directions
+@pytest.mark.parametrize("dtype", NARROW)
+def test_sixteen_bit_outputs_are_allowed_one_ulp(dtype, direction):
+    for _, _, bounds in gate(direction, dtype).cases:
+        assert {name: bound.budget for name, bound in bounds.items() if name != "rstd"} == dict.fromkeys(
+            FORWARD if direction == "forward" else BACKWARD, 1.0
+        )
+
+
+# What it looks at.
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 1031, 16384])
+def test_every_problem_sees_every_kind_of_row(rows):
+    found = checks(rows, seed=5)
+    assert {count for count, _ in found} == {min(rows, 3), min(rows, 1031), rows}
+    assert {(seed + row) % 8 for count, seed in found for row in range(count)} == set(range(8))
+    assert sum(count for count, _ in found) < 8 + 2 * rows + 3, "no more than it takes"
+
+
+def test_inputs_lie_between_guards():
+    seen = {}
+
+    def look(problem, tensors):
+        for name, tensor in tensors.items():
+            around = torch.as_strided(tensor, (tensor.numel() + 2 * GUARD,), (1,), tensor.storage_offset() - GUARD)
+            seen[name] = bool(around[:GUARD].isnan().all() and around[-GUARD:].isnan().all())
+        Kernel()(problem, tensors)
+
+    assert gate("backward", "fp32", rows=3).check(look, BACKWARD).ok
+    assert seen == dict.fromkeys(("x", "w", "dy", "rstd", "dx", "dw"), True)
+
+
+# How errors are counted: by hand.
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize(("dtype", "ulp"), [("bf16", 2**-7), ("fp16", 2**-10), ("fp32", 2**-23), ("fp64", 2**-52)])
+def test_an_ulp_is_that_of_the_dtype(dtype, ulp):
+    want = Expected(column(1.0, 1.5))
+    assert error_ulp(column(1.0 + ulp, 1.5), want, dtype) == 1.0
+    assert error_ulp(column(1.0, 1.5 - 3 * ulp), want, dtype) == 3.0
+
+
+def test_an_ulp_grows_with_the_element():
+    assert error_ulp(column(1.0, 4.0 + 2**-7), Expected(column(1.0, 4.0)), "bf16") == 0.25
+
+
+def test_small_elements_are_counted_at_the_mean():
+    assert error_ulp(column(2**-7, 3.0), Expected(column(0.0, 3.0)), "bf16") == 1.0  # the mean is 1.5
+
+
+def test_elements_are_counted_at_the_scale_of_their_row():
+    want = torch.tensor([[0.0, 2.0], [0.0, 2048.0]], dtype=torch.float64)
+    got = want + torch.tensor([[2**-7, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    scale = want.mean(-1, keepdim=True)
+    assert error_ulp(got, Expected(want, None, scale), "bf16") == 1.0
+    assert error_ulp(got, Expected(want), "bf16") < 0.01, "a large row would hide the error"
+
+
+def test_slack_is_taken_off():
+    want = Expected(column(1.0, 1.0), column(2**-7, 0.0))
+    assert error_ulp(column(1.0 + 3 * 2**-7, 1.0), want, "bf16") == 2.0
+    assert error_ulp(column(1.0 + 0.5 * 2**-7, 1.0), want, "bf16") == 0.0
+
+
+def test_a_row_of_zeros_must_be_zero():
+    want = Expected(torch.zeros(1, 4, dtype=torch.float64), None, torch.zeros(1, 1, dtype=torch.float64))
+    for dtype in DTYPES:
+        assert error_ulp(torch.zeros(1, 4), want, dtype) == 0.0
+        assert error_ulp(torch.full((1, 4), 1e-3), want, dtype) > 1e6 or dtype == "fp16"
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_nan_is_never_small(at):
+    got = column(1.0, 1.0)
+    got[at] = math.nan
+    assert math.isnan(error_ulp(got, Expected(column(1.0, 1.0)), "fp32"))
+
+
+def test_inf_is_far_off():
+    assert error_ulp(column(math.inf, 1.0), Expected(column(1.0, 1.0)), "fp32") == math.inf
+
+
+def test_the_typical_error_is_the_root_mean_square(monkeypatch):
+    got = column(1.0 + 3 * 2**-7, 1.0, 1.0 - 4 * 2**-7, 1.0)
+    assert deviation(got, Expected(column(1.0, 1.0, 1.0, 1.0)), "bf16") == (4.0, 2.5)
+    monkeypatch.setattr("tunegen.verify.CHUNK_ELEMENTS", 3)
+    assert deviation(got, Expected(column(1.0, 1.0, 1.0, 1.0)), "bf16") == (4.0, 2.5)

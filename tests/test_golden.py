@@ -1,0 +1,40 @@
+"""One rendering of every template, reviewed as text. After a change of a template that is meant:
+TUNEGEN_UPDATE_GOLDEN=1 pytest tests/test_golden.py, then read the difference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tunegen.model import Config, Problem
+from tunegen.ops import OPS, op_spec
+from tunegen.render import render, templates
+
+FOLDER = Path(__file__).parent / "golden"
+CASES = [(op, template) for op in OPS for template in templates(op)]
+
+
+def default_rendering(op: str, template: str) -> str:
+    """With weight, casting fp32, no offset, fp32 sums, and rstd saved."""
+    direction, family = template.split("_", 1)
+    problem = Problem(op, direction, 4096, 16384, weight_grad=direction == "backward")
+    structure = {"RSTD": "saved"} if direction == "backward" else {}
+    spec = op_spec(op)
+    return render(op, template, spec.flags(problem, Config.of(family, structure))[-1]).text
+
+
+@pytest.mark.parametrize(("op", "template"), CASES)
+def test_renders_as_reviewed(op: str, template: str) -> None:
+    path = FOLDER / op / f"{template}.py"
+    text = default_rendering(op, template)
+    if os.environ.get("TUNEGEN_UPDATE_GOLDEN"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert path.exists(), "a new template: TUNEGEN_UPDATE_GOLDEN=1 writes its rendering for review"
+    assert text == path.read_text()
+
+
+def test_no_rendering_outlives_its_template() -> None:
+    assert {(p.parent.name, p.stem) for p in FOLDER.glob("*/*.py")} == set(CASES)

@@ -1,0 +1,94 @@
+"""Every template compiled for every supported GPU, on a machine that has none: registers, spills, shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kernel_cases import OP, SPEC, TEMPLATES, family_of, moderate, problems
+
+from tunegen.compile import compile_candidate
+from tunegen.errors import CompileError
+from tunegen.model import Config, Problem, Silicon
+from tunegen.silicon import of_arch
+
+pytestmark = pytest.mark.compiler
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+OTHER_TRITONS = [folder for folder in os.environ.get("TUNEGEN_TEST_TRITONS", "").split(":") if folder]
+
+SHAPES = ((16384, 4096), (64, 16384))
+"""The first one that the family is meant for."""
+
+
+def first_problem(template: str, silicon: Silicon, x: str = "bf16", w: str = "bf16", **contract: object) -> Problem:
+    found = [p for rows, hidden in SHAPES for p in problems(template, rows, hidden, x, w, silicon, **contract)]
+    assert found, f"{template} is for none of {SHAPES} on {silicon.arch}"
+    return found[0]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_compiles_without_spills_for(template: str, arch: str) -> None:
+    silicon = of_arch(arch)
+    problem = first_problem(template, silicon)
+    for config in moderate(problem, template, silicon):
+        found = compile_candidate(SPEC, problem, config, silicon)
+        assert found.registers is not None, "cuobjdump said nothing"
+        assert 0 < found.registers <= 255
+        assert found.spill_bytes == 0, config.label()
+        assert found.shared_bytes <= silicon.shared_limit
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "contract"),
+    [
+        ("fp64", "fp64", {"casting": "llama", "offset": True}),
+        ("bf16", "fp32", {"casting": "llama"}),
+        ("fp32", "bf16", {"offset": True}),
+        ("fp16", "fp16", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_contract_compiles(template: str, x: str, w: str, contract: dict[str, object]) -> None:
+    silicon = of_arch("sm_90")
+    problem = first_problem(template, silicon, x, w, **contract)
+    for config in moderate(problem, template, silicon):
+        assert compile_candidate(SPEC, problem, config, silicon).registers
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if "BLOCK_SIZE" in family_of(t).parameters])
+def test_a_block_narrower_than_the_row_does_not_compile(template: str) -> None:
+    silicon = of_arch("sm_90")
+    problem = first_problem(template, silicon)
+    config = moderate(problem, template, silicon)[0]
+    narrow = Config.of(config.family, {**dict(config.parameters), "BLOCK_SIZE": config.numbers["BLOCK_SIZE"] // 2})
+    with pytest.raises(CompileError, match="row"):
+        compile_candidate(SPEC, problem, narrow, silicon)
+
+
+def test_an_odd_width_needs_fewer_registers_than_its_block() -> None:
+    silicon = of_arch("sm_90")
+    full = Problem(OP, "forward", 8192, 16384)
+    config = Config.of("single_block", {"BLOCK_SIZE": 8192, "ROWS": 1, "num_warps": 8})
+    padded, whole = (compile_candidate(SPEC, p, config, silicon).registers for p in (replace(full, hidden=5120), full))
+    assert padded < whole, "N is a constant: lanes beyond it must vanish"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("folder", OTHER_TRITONS or [pytest.param("", marks=pytest.mark.skip("TUNEGEN_TEST_TRITONS"))])
+def test_the_same_with_another_triton(folder: str) -> None:
+    """Everything above once more, in a process of its own; `folder` was filled by `pip install --no-deps --target`."""
+    found_first = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": found_first, "TUNEGEN_TEST_TRITONS": ""}
+    command = [sys.executable, "-c", "import triton; print(triton.__file__)"]
+    where = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert Path(where.stdout.strip()).is_relative_to(Path(folder).resolve()), where.stdout + where.stderr
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-5000:]

@@ -1,0 +1,115 @@
+"""Every template in Triton's interpreter, on the CPU, against float64: numbers, masks, strides, grids; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import (
+    SPACE,
+    TEMPLATES,
+    carried,
+    check,
+    evenly,
+    family_of,
+    gate_of,
+    placed_runner,
+    problems,
+    programs,
+    variants,
+)
+
+from tunegen.model import Config, Problem, Silicon
+
+pytestmark = pytest.mark.interpreter
+
+CPU = torch.device("cpu")
+SMS = 4
+SILICON = Silicon("interpreter", 90, SMS, 2**20, 0, 0, 227 * 1024)
+PROGRAMS = 80
+"""In the largest grid of a case: a program takes about five milliseconds."""
+
+# bf16: the interpreter truncates where a GPU rounds, which is one ulp more.
+ALLOWANCE = {"bf16": 2.0, "fp32": 8.0}
+
+HOME = (37, 4096)
+"""A shape that every family is meant for: configs are taken from here and carried to the width under test."""
+
+CONTRACTS = [
+    (x, casting, offset)
+    for x in ("fp32", "fp16", "fp64", "bf16")
+    for casting in ("fp32", "llama")
+    for offset in (False, True)
+    if (x, casting) != ("bf16", "llama")  # two truncations on end: more than an ulp, and no fault of the kernel
+]
+
+
+def configs(template: str, problem: Problem, count: int) -> list[Config]:
+    """`count` for every choice of structure, from the largest tile that PROGRAMS allows to the smallest."""
+    home = replace(problem, rows=HOME[0], hidden=HOME[1])
+    distinct: dict[str, dict[str, Config]] = {}
+    for candidate in SPACE.candidates(home, SILICON, family_of(template).name):
+        config = carried(candidate, template, problem, SILICON)
+        if programs(problem, config, SMS) <= PROGRAMS:  # the number of warps makes no difference here
+            distinct.setdefault(str(config.structure), {})[str(config.numbers)] = config
+    assert distinct, f"no config of {template} for {problem}"
+    return [config for group in distinct.values() for config in evenly(list(group.values())[::-1], count)]
+
+
+def check_all(
+    template: str,
+    shape: tuple[int, int],
+    x: str,
+    w: str,
+    *,
+    count: int = 1,
+    apart: Mapping[str, int] | None = None,
+    **contract: object,
+) -> None:
+    """Every problem of the shape that the template is for, with `count` configs, in every rendering."""
+    found = problems(template, *HOME, x, w, SILICON, **contract)
+    assert found, f"{template} is for no problem with x {x}"
+    for problem in (replace(p, rows=shape[0], hidden=shape[1]) for p in found):
+        gate = gate_of(problem, CPU, ALLOWANCE)
+        for config in configs(template, problem, count):
+            for variant in variants(problem, config, CPU, SMS):
+                check(problem, variant, gate, placed_runner(variant, apart) if apart else None)
+
+
+@pytest.mark.parametrize(("x", "casting", "offset"), CONTRACTS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_contract(template: str, x: str, casting: str, offset: bool) -> None:
+    check_all(template, (21, 100), x, x, casting=casting, offset=offset)
+
+
+@pytest.mark.parametrize(("x", "w"), [("fp16", "fp32"), ("fp32", "fp16"), ("bf16", "fp32")])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_weight_of_another_dtype(template: str, x: str, w: str) -> None:
+    check_all(template, (5, 100), x, w)
+
+
+@pytest.mark.parametrize("shape", [(37, 128), (21, 17), (5, 1), (1, 100), (1, 129), (3, 2500)], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_shape(template: str, shape: tuple[int, int]) -> None:
+    # fp16: with one column dx is a difference of equal numbers, of which fp32 leaves nothing.
+    check_all(template, shape, "fp16", "fp16", count=2)
+
+
+@pytest.mark.parametrize("shape", [(5, 100), (2, 2500)], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rows_further_apart_than_n(template: str, shape: tuple[int, int]) -> None:
+    check_all(template, shape, "fp32", "fp32", count=2, apart={"x": 13, "dy": 5})
+
+
+@pytest.mark.parametrize("hidden", [1, 9, 33])
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if "SPLITS" in family_of(t).parameters])
+def test_parts_past_the_end_of_the_row_do_nothing(template: str, hidden: int) -> None:
+    for problem in problems(template, *HOME, "fp16", "fp16", SILICON):
+        narrow = replace(problem, rows=5, hidden=hidden)
+        wide = SPACE.candidates(problem, SILICON, family_of(template).name)[-1]
+        config = carried(Config.of(wide.family, {**dict(wide.parameters), "SPLITS": 8}), template, narrow, SILICON)
+        assert 7 * config.numbers["BLOCK_SIZE"] >= hidden, "every part holds columns: the case tests nothing"
+        for variant in variants(narrow, config, CPU, SMS):
+            check(narrow, variant, gate_of(narrow, CPU, ALLOWANCE))

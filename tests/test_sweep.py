@@ -1,0 +1,413 @@
+"""Whole sweeps on a GPU that is not there: what is stored and when, who wins, and what a kill costs (H20, H25, H26)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_gpu import DEFAULT, H200, OLD, PROBLEM, TILES, VERSIONS, FakeGpu, make_resources, us_of
+from test_pool import alive, wait_until
+
+from tunegen import paths, worker
+from tunegen.evaluate import COMPILED, TORCH
+from tunegen.store import Store
+from tunegen.sweep import FINAL_BAND, FINALISTS, sweep_gpu
+
+ALL = [*TILES, *OLD, TORCH]
+BEST = min(TILES, key=functools.partial(us_of, PROBLEM))
+REPOSITORY = paths.PACKAGE.parent
+
+
+class Told:
+    """A listener that remembers, and asks the database at once whether it knows."""
+
+    def __init__(self, db):
+        self.db, self.stages, self.trials, self.unstored = db, [], [], []
+
+    def stage(self, text, total):
+        self.stages.append((text, total))
+
+    def trial(self, trial):
+        self.trials.append(trial)
+        query = "SELECT state, us IS NULL FROM trials WHERE family = ? AND parameters = ? AND stage = ? AND rows = ?"
+        key = (trial.config.family, trial.config.to_json(), trial.stage, trial.problem.rows)
+        with sqlite3.connect(self.db) as other:
+            if other.execute(query, key).fetchall() != [(trial.state.value, trial.measurement is None)]:
+                self.unstored.append(trial)
+        other.close()
+
+
+class Bench:
+    """A database, a fake GPU and the folder of its search space."""
+
+    def __init__(self, folder):
+        self.package, self.db = make_resources(folder / "package"), folder / "tune.db"
+        self.gpu = FakeGpu(str(folder / "log"))
+
+    def sweep(self, problems=(PROBLEM,), budget=200, seed=0):
+        self.told = Told(self.db)
+        with Store.open(self.db) as store:
+            gpu = self.gpu
+            return sweep_gpu(store, problems, budget, seed, self.told, {}, gpu.worker(), gpu.compile)
+
+    def rows(self, what="trials", **filters):
+        with Store.read(self.db) as store:
+            return store.winners(**filters) if what == "winners" else store.trials(**filters)
+
+    def winner(self):
+        (row,) = self.rows("winners", kind="measured")
+        return row["family"], json.loads(row["parameters"])
+
+    def start(self, *arguments):
+        """`tunegen sweep` as a process, leader of its group."""
+        command = self.gpu.command(
+            self.package, "sweep", "--hidden", "4096", "--rows", "1024", "--db", str(self.db), *arguments
+        )
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CI": "1"}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        return subprocess.Popen([*command, "--direction", "forward"], env=environment, **options)
+
+    def finish(self, *arguments):
+        process = self.start(*arguments)
+        stdout, stderr = process.communicate(timeout=100)
+        assert process.returncode == 0, stderr
+        return stdout, stderr
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    found = Bench(tmp_path)
+    monkeypatch.setattr(paths, "PACKAGE", found.package)
+    return found
+
+
+def family_and_parameters(config):
+    return config.family, dict(config.parameters)
+
+
+def configs(trials):
+    return sorted(trial.config.label() for trial in trials)
+
+
+# What a sweep does
+
+
+def test_every_candidate_is_screened_once_and_the_best_are_timed_again(bench):
+    result = bench.sweep()
+    assert sorted(bench.gpu.lines("screen")) == sorted(f"{PROBLEM.label()} {c.label()}" for c in ALL)
+    (finals,) = bench.gpu.lines("finals")
+    times = sorted(us_of(PROBLEM, c) for c in TILES)
+    near = [c for c in TILES if us_of(PROBLEM, c) <= min(times[0] * (1 + FINAL_BAND), times[FINALISTS - 1])]
+    wanted = {*near, DEFAULT, TORCH, COMPILED}
+    assert DEFAULT not in near
+    assert configs(result.finals) == sorted(c.label() for c in wanted)
+    assert finals.startswith(f"{PROBLEM.label()} {BEST.label()}")
+    assert {t.stage for t in result.finals} == {"final"}
+
+
+def test_finals_run_in_a_fresh_process(bench):
+    bench.sweep()
+    assert len(bench.gpu.lines("start")) == 2
+
+
+def test_every_trial_is_stored_before_it_is_told(bench):
+    bench.sweep()
+    assert bench.told.unstored == []
+    assert len(bench.told.trials) == len(ALL) + len(bench.rows(stage="final"))
+
+
+def test_total_that_is_told_is_what_comes(bench):
+    bench.sweep()
+    assert (PROBLEM.label(), len(ALL)) in bench.told.stages
+    (_, finalists) = bench.told.stages[-1]
+    assert finalists == len(bench.rows(stage="final"))
+
+
+def test_winner_is_the_best_and_never_a_baseline(bench):
+    bench.gpu.us = {OLD[0].label(): 1.0, COMPILED.label(): 2.0}
+    bench.sweep()
+    assert bench.winner() == family_and_parameters(BEST)
+    assert {(r["family"], r["stage"]) for r in bench.rows(kind="baseline")} == {
+        ("old", "screen"),
+        ("torch.compile", "final"),
+    }
+
+
+def test_torch_wins_where_it_is_the_fastest(bench):
+    bench.gpu.us = {TORCH.label(): 5.0}
+    bench.sweep()
+    assert bench.winner() == ("torch", {})
+
+
+def test_every_row_count_is_a_problem_of_its_own(bench):
+    few = replace(PROBLEM, rows=4)
+    bench.sweep([PROBLEM, few])
+    winners = {row["rows"]: json.loads(row["parameters"]) for row in bench.rows("winners", kind="measured")}
+    assert winners == {p.rows: dict(min(TILES, key=functools.partial(us_of, p)).parameters) for p in (PROBLEM, few)}
+    assert sorted(bench.gpu.lines("compile")) == sorted(c.label() for c in (*TILES, *OLD))
+
+
+def test_sweep_says_on_what_it_ran(bench):
+    result = bench.sweep(seed=7)
+    assert result.silicon == H200
+    assert result.versions == "tunegen 0.1.0, torch 2.14, triton 3.8, driver 580"
+    assert result.peak_bytes == 3000
+    with sqlite3.connect(bench.db) as connection:
+        stored = connection.execute("SELECT tunegen, torch, triton, driver, seed, state FROM sweeps").fetchall()
+    connection.close()
+    assert stored == [(*(VERSIONS[k] for k in ("tunegen", "torch", "triton", "driver")), 7, "finished")]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 21])
+def test_budget_counts_candidates_and_not_torch(bench, budget):
+    bench.sweep(budget=budget)
+    assert len(bench.gpu.lines("compile")) == budget
+    assert len(bench.rows(stage="screen")) == budget + 1
+    assert DEFAULT.label() in bench.gpu.lines("compile")
+
+
+# Candidates that fail
+
+
+@pytest.mark.parametrize("wrong", [TILES[0], TILES[-1]], ids=["first", "last"])
+def test_fast_but_wrong_never_wins(bench, wrong):
+    """H26: whatever the order; right, the same candidate does win."""
+    bench.gpu.us, bench.gpu.faults = {wrong.label(): 1.0}, {wrong.label(): "wrong"}
+    bench.sweep()
+    assert bench.winner() == family_and_parameters(BEST if wrong != BEST else TORCH)
+    (row,) = bench.rows(state="incorrect")
+    assert (row["reason"], row["us"], row["stage"]) == ("y: half of each row is NaN", None, "screen")
+    bench.db.unlink()
+    bench.gpu.faults = {}
+    bench.sweep()
+    assert bench.winner() == family_and_parameters(wrong)
+
+
+@pytest.mark.parametrize(("fault", "state"), [("wrong in finals", "incorrect"), ("exit in finals", "crashed")])
+def test_candidate_that_fails_in_the_finals_loses_its_first_time(bench, fault, state):
+    bench.gpu.us, bench.gpu.faults = {BEST.label(): 1.0}, {BEST.label(): fault}
+    for _ in range(2):
+        result = bench.sweep()
+        assert BEST.label() not in configs(result.finals)
+        assert bench.winner()[1] != dict(BEST.parameters)
+        found = [row for row in bench.rows(family="tile") if json.loads(row["parameters"]) == dict(BEST.parameters)]
+        assert [(r["stage"], r["state"], r["us"]) for r in found] == [("screen", state, None), ("final", state, None)]
+        assert "finals" in found[0]["reason"] or "exit code 8" in found[0]["reason"]
+    assert len(bench.gpu.lines("screen")) == len(ALL)
+
+
+def test_crash_hang_and_poison_cost_their_candidates_only(bench, monkeypatch):
+    """H24."""
+    monkeypatch.setattr(worker, "SCREEN_SECONDS", 1.0)
+    faults = ("exit", "hang", "illegal address", "out of memory")
+    victims = [config for config in TILES if config != BEST][: len(faults)]
+    bench.gpu.faults = {config.label(): fault for config, fault in zip(victims, faults, strict=True)}
+    bench.sweep()
+    screened = [row for row in bench.rows(stage="screen") if row["family"] == "tile"]
+    states = {(r["family"], r["parameters"]): r["state"] for r in screened}
+    failed = [states.pop((c.family, c.to_json())) for c in victims]
+    assert failed == ["crashed", "timeout", "crashed", "runtime"]
+    assert set(states.values()) == {"ok"}
+    assert len(states) == len(TILES) - len(faults)
+    assert bench.winner() == family_and_parameters(BEST)
+
+
+def test_candidates_that_do_not_compile_are_stored_and_not_run(bench):
+    """H25."""
+    victims = [config for config in TILES if config != BEST][:3]
+    bench.gpu.faults = dict(zip((c.label() for c in victims), ("too large", "abort", "too large"), strict=True))
+    bench.sweep()
+    reasons = {json.dumps(json.loads(r["parameters"])): (r["state"], r["reason"]) for r in bench.rows() if r["reason"]}
+    too_large, abort = (
+        ("compile", "tile_kernel: OutOfResources: shared memory"),
+        ("crashed", "the compiler ended its process"),
+    )
+    assert reasons == {victims[0].to_json(): too_large, victims[1].to_json(): abort, victims[2].to_json(): too_large}
+    assert len(bench.gpu.lines("screen")) == len(ALL) - 3
+    assert bench.winner() == family_and_parameters(BEST)
+
+
+def test_spilling_candidates_are_passed_over_where_others_do_not_spill(bench):
+    bench.gpu.faults = {BEST.label(): "spills"}
+    bench.sweep()
+    (row,) = bench.rows(state="constraint")
+    assert row["reason"] == "spills 64 bytes a thread where others of its family do not"
+    assert f"{PROBLEM.label()} {BEST.label()}" not in bench.gpu.lines("screen")
+
+
+def test_spilling_candidates_are_timed_where_all_spill(bench):
+    bench.gpu.faults = {config.label(): "spills" for config in (*TILES, *OLD)}
+    bench.sweep()
+    assert bench.rows(state="constraint") == []
+    assert bench.winner() == family_and_parameters(BEST)
+
+
+# Again
+
+
+def test_second_sweep_measures_nothing_and_finds_the_same(bench):
+    first = bench.sweep()
+    before, log = bench.rows(), Path(bench.gpu.log).read_text()
+    second = bench.sweep()
+    assert configs(second.finals) == configs(first.finals)
+    assert bench.rows() == before
+    assert [
+        line for line in Path(bench.gpu.log).read_text()[len(log) :].splitlines() if not line.endswith(" start")
+    ] == []
+
+
+def test_failures_are_not_tried_again(bench):
+    bench.gpu.faults = {TILES[1].label(): "wrong", TILES[2].label(): "too large"}
+    bench.sweep()
+    bench.gpu.faults = {}
+    bench.sweep()
+    assert len(bench.rows(state="incorrect") + bench.rows(state="compile")) == 2
+
+
+def test_larger_budget_goes_on_where_the_smaller_one_ended(bench):
+    bench.sweep(budget=9)
+    bench.sweep(budget=15)
+    assert len(bench.gpu.lines("compile")) == 15
+    assert len(set(bench.gpu.lines("screen"))) == len(bench.gpu.lines("screen")) == 16
+
+
+def test_changed_template_is_measured_again(bench):
+    bench.sweep()
+    template = bench.package / "templates" / "rms_norm" / "forward_tile.py.jinja"
+    template.write_text("# a comment\n" + template.read_text())
+    bench.sweep()
+    assert len(bench.gpu.lines("screen")) == len(ALL)
+
+
+def test_config_that_the_search_space_no_longer_has_is_out(bench):
+    bench.sweep()
+    space = bench.package / "search_spaces" / "rms_norm.yaml"
+    ways = [str(value) for value in (1, 2, 4, 8) if value != BEST["ROWS"]]
+    space.write_text(
+        space.read_text().replace("[1, 2, 4, 8]\n", f"[{', '.join(ways)}]\n", 1).replace("ROWS: 2", f"ROWS: {ways[0]}")
+    )
+    result = bench.sweep()
+    assert BEST.label() not in configs(result.finals)
+    assert len(bench.gpu.lines("screen")) == len(ALL)
+
+
+# Killed and interrupted: `tunegen sweep` itself, in a process
+
+
+def stopped_after_five(bench, number):
+    """A sweep whose sixth candidate hangs, ended there by a signal; the trials that it left behind."""
+    bench.gpu.faults = {TILES[5].label(): "hang"}
+    process = bench.start()
+    wait_until(lambda: os.path.exists(bench.gpu.log) and bench.gpu.lines("hang"))
+    left = bench.rows()
+    assert configs_of(left) == sorted(c.label() for c in (TORCH, *TILES[:5]))
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: the children get it too
+    else:
+        process.send_signal(number)
+    output = process.communicate(timeout=60)
+    wait_until(lambda: not alive(bench.gpu.processes()))
+    assert [row["half"] for row in bench.rows("winners", kind="measured")] == [1]
+    return left, process.returncode, output
+
+
+def configs_of(rows):
+    return sorted(" ".join([r["family"], *(f"{k}={v}" for k, v in json.loads(r["parameters"]).items())]) for r in rows)
+
+
+def resumed(bench, left):
+    """Start again: nothing lost, nothing measured twice, nothing left running."""
+    bench.gpu.faults = {}
+    bench.finish()
+    after = {row["id"]: row for row in bench.rows()}
+    kept = [{k: v for k, v in after[row["id"]].items() if k != "sweep_id"} for row in left]
+    assert kept == [{k: v for k, v in row.items() if k != "sweep_id"} for row in left]
+    assert sorted(bench.gpu.lines("screen")) == sorted(f"{PROBLEM.label()} {c.label()}" for c in ALL)
+    assert configs_of(row for row in after.values() if row["stage"] == "screen") == sorted(c.label() for c in ALL)
+    assert [row["half"] for row in bench.rows("winners", kind="measured")] == [0]
+    assert bench.winner() == family_and_parameters(BEST)
+    with sqlite3.connect(bench.db) as connection:
+        states = connection.execute("SELECT state FROM sweeps ORDER BY id").fetchall()
+    connection.close()
+    assert states == [("interrupted",), ("finished",)]
+
+
+def test_killed_sweep_goes_on_where_it_was(bench):
+    """H20."""
+    left, code, _ = stopped_after_five(bench, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    resumed(bench, left)
+
+
+def test_interrupted_sweep_says_so_and_goes_on_where_it_was(bench):
+    left, code, (stdout, stderr) = stopped_after_five(bench, signal.SIGINT)
+    assert (code, stderr.strip()) == (1, "Aborted!")
+    assert "Traceback" not in stdout
+    with sqlite3.connect(bench.db) as connection:
+        assert connection.execute("SELECT state FROM sweeps").fetchall() == [("interrupted",)]
+    connection.close()
+    resumed(bench, left)
+
+
+# What the command prints
+
+
+def test_command_lists_each_failure_with_its_reason_once(bench):
+    """H25."""
+    bench.gpu.faults = {
+        TILES[1].label(): "too large",
+        TILES[2].label(): "abort",
+        TILES[3].label(): "wrong",
+        TILES[4].label(): "too large",
+        TILES[6].label(): "spills",
+    }
+    stdout, stderr = bench.finish("--rows", "4")
+    assert stderr == ""
+    lines = stdout.splitlines()
+    wanted = [
+        f"compile: forward {TILES[1].label()} and 1 more: tile_kernel: OutOfResources: shared memory",
+        f"crashed: forward {TILES[2].label()}: the compiler ended its process",
+        f"incorrect: forward {TILES[3].label()}: y: half of each row is NaN",
+        "constraint: 1 candidates were not timed, since they spill where others do not",
+    ]
+    assert [line for line in lines if line.split(":")[0] in ("compile", "crashed", "incorrect", "constraint")] == wanted
+
+
+def test_command_ends_with_table_sentence_and_database(bench):
+    stdout, stderr = bench.finish()
+    *_, sentence, database = stdout.splitlines()
+    assert (database, stderr) == (f"database: {bench.db}", "")
+    gain = us_of(PROBLEM, DEFAULT) / us_of(PROBLEM, BEST)
+    assert gain > 1.02
+    assert "Gained: 1 of 1 problems are over 2% faster than the built-in default" in sentence
+    assert f"at most {gain:.2f}x (forward 1024x4096)" in sentence
+    (row,) = [line for line in stdout.splitlines() if BEST.label() in line and line.split()[0] == "forward"]
+    assert row.split()[-6:] == [
+        f"{us_of(PROBLEM, BEST):.2f}",
+        f"{2 * 1024 * 4096 * 2 / us_of(PROBLEM, BEST) / 1e6:.2f}",
+        f"{10 / us_of(PROBLEM, BEST):.2f}",
+        f"{30 / us_of(PROBLEM, BEST):.2f}",
+        f"{25 / us_of(PROBLEM, BEST):.2f}",
+        f"{gain:.2f}",
+    ]
+    assert "\x1b" not in stdout
+    assert "\r" not in stdout
+
+
+def test_command_prints_json_and_nothing_else(bench):
+    bench.gpu.faults = {TILES[1].label(): "too large"}
+    stdout, stderr = bench.finish("--json")
+    found = json.loads(stdout)
+    assert found["database"] == str(bench.db)
+    assert [(line["winner"], line["us"]) for line in found["results"]] == [(BEST.label(), us_of(PROBLEM, BEST))]
+    reason = "tile_kernel: OutOfResources: shared memory"
+    assert found["failures"] == [{"state": "compile", "reason": reason, "candidates": [f"forward {TILES[1].label()}"]}]
+    assert found["summary"].startswith("Gained:")
+    assert PROBLEM.label() in stderr

@@ -1,0 +1,229 @@
+"""Every trap of the source that the project follows, each with a test named after it: traps of kernels and tuners."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import places, same_bits
+from kernel_cases import SPACE, SPEC, TEMPLATES, variants
+
+from tunegen import paths
+from tunegen.compile import compile_candidate
+from tunegen.errors import CompileError
+from tunegen.launch import Variant
+from tunegen.model import Config, KernelSource, Problem
+from tunegen.render import code_digest, render, write
+from tunegen.silicon import of_arch
+from tunegen.verify import Gate, variant_runner
+
+H200 = of_arch("sm_90")
+WIDTHS = (1, 17, 64, 128, 1000, 1024, 2560, 4096, 5120, 8192, 16384, 32768, 65536, 102400)
+ROWS = (1, 64, 1024, 16384)
+
+FORWARD = Problem("rms_norm", "forward", 4096, 5)
+BACKWARD = replace(FORWARD, direction="backward", weight_grad=True)
+
+place = places("interpreter", "cuda")
+
+
+# Too few warps.
+
+
+def elements_a_thread(config):
+    width = config.numbers.get("BLOCK_SIZE") or config.numbers["CHUNK"]
+    return config.numbers.get("ROWS", 1) * width / (32 * config.num_warps)
+
+
+def problems():
+    for rows in ROWS:
+        for hidden in WIDTHS:
+            for problem in (FORWARD, BACKWARD, replace(BACKWARD, weight_grad=False)):
+                yield replace(problem, rows=rows, hidden=hidden)
+
+
+def test_trap_too_few_warps():
+    """A thread that holds more than 64 elements of a row spills; the default stays at 32, with a margin."""
+    for problem in problems():
+        default = SPACE.default(problem, H200)
+        if default is not None:  # else torch answers
+            assert elements_a_thread(default) <= 32, f"{problem.label()}: {default.label()}"
+
+
+@pytest.mark.parametrize("hidden", [4096, 16384, 32768])
+def test_trap_too_few_warps_is_no_candidate(hidden):
+    for problem in (replace(FORWARD, hidden=hidden), replace(BACKWARD, hidden=hidden)):
+        for family in SPACE.families(problem, H200):
+            candidates = SPACE.candidates(problem, H200, family.name)
+            assert all(elements_a_thread(config) <= 64 for config in candidates)
+    starved = Config.of("single_block", {"BLOCK_SIZE": hidden, "ROWS": 1, "num_warps": 1})
+    assert "num_warps" in (SPACE.check(replace(FORWARD, hidden=hidden), H200, starved) or "")
+
+
+# Shared memory that overflows, known at compile time.
+
+TOO_LARGE = Config.of("persistent", {"BLOCK_SIZE": 4096, "ROWS": 8, "STAGES": 4, "PROGRAMS_PER_SM": 1, "num_warps": 16})
+
+
+@pytest.mark.compiler
+def test_trap_shared_memory_overflow():
+    """The message names the bytes and the limit; nothing waits for the launch to fail."""
+    problem = replace(FORWARD, rows=16384)
+    with pytest.raises(CompileError, match=r"\d{6} bytes of shared memory a program, sm_86 has 101376"):
+        compile_candidate(SPEC, problem, TOO_LARGE, of_arch("sm_86"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_trap_shared_memory_overflow_is_no_candidate(arch):
+    assert SPACE.check(replace(FORWARD, rows=16384), of_arch(arch), TOO_LARGE) is not None
+
+
+# Addition that is not associative.
+
+
+def test_trap_addition_not_associative():
+    """Whoever asks for determinism gets no atomics, forward or backward: their order changes the last bits."""
+    atomic = {t for t in TEMPLATES if "atomic_add" in render("rms_norm", t, flags_of(t)).text}
+    assert atomic
+    for problem in problems():
+        offered = SPACE.families(replace(problem, policy="deterministic"), H200)
+        assert not atomic.intersection(family.template for family in offered)
+
+
+def test_trap_addition_not_associative_is_not_thrown_out_with_the_bath():
+    """The same problems do have the atomic families where determinism is not asked for."""
+    offered = {family.template for problem in problems() for family in SPACE.families(problem, H200)}
+    assert {t for t in TEMPLATES if t.endswith("atomic")} <= offered
+
+
+def flags_of(template):
+    direction, family = template.split("_", 1)
+    rstd = {"RSTD": "saved"} if direction == "backward" else {}
+    return SPEC.flags(replace(FORWARD if direction == "forward" else BACKWARD), Config.of(family, rstd))[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("problem", "family"), [(FORWARD, "split_row_partials"), (BACKWARD, "persistent_partials")])
+def test_trap_addition_not_associative_on_the_gpu(problem, family):
+    """Families without atomics add in a fixed order: 20 runs, the same bits."""
+    problem, device = replace(problem, rows=64), torch.device("cuda", 0)
+    variant = next(variants(problem, SPACE.candidates(problem, H200, family)[0], device, H200.sms))
+    given = SPEC.inputs(problem, device, 0)
+    found = [outputs_of(variant, problem, given) for _ in range(20)]
+    for again in found[1:]:
+        assert all(same_bits(again[name], found[0][name]) for name in again)
+
+
+def outputs_of(variant, problem, given):
+    written = {
+        name: torch.zeros(shape.shape, dtype=given["x" if name != "dw" else "w"].dtype, device=variant.device)
+        for name, shape in SPEC.tensors(problem).items()
+        if name in ("y", "dx", "dw")
+    }
+    variant_runner(SPEC, variant)(problem, {**given, **written})
+    return written
+
+
+# A missing mask, or one that leaves open what is read behind it.
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_trap_missing_mask_with_other_0(template):
+    """Every load has a mask and `other=0.0`; without, a GPU may read anything there, and the interpreter hides it."""
+    tree = ast.parse(render("rms_norm", template, flags_of(template)).text)
+    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"]
+    assert loads
+    for load in loads:
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in load.keywords}
+        assert "mask" in keywords, ast.unparse(load)
+        assert keywords.get("other") == "0.0", ast.unparse(load)
+
+
+# A stale compile cache.
+
+
+def test_trap_stale_compile_cache(tmp_path, monkeypatch):
+    """Changed code has another digest and another file, so no cache answers for it. A changed comment has another file,
+    and keeps its digest and with it its timings."""
+    original = paths.resource("templates")
+    edits = {
+        "as it was": ("", ""),
+        "code": ("1.0 / N", "1.0 / (N + 1)"),
+        "comment": ("# [BLOCK_SIZE]", "# [columns of a block]"),
+    }
+    found = {}
+    for name, (old, new) in edits.items():
+        folder = tmp_path / name
+        shutil.copytree(original, folder)
+        template = folder / "rms_norm" / "forward_single_block.py.jinja"
+        text = template.read_text()
+        assert old in text
+        template.write_text(text.replace(old, new))
+        monkeypatch.setattr(paths, "resource", lambda _, folder=folder: folder)
+        source = render("rms_norm", "forward_single_block", flags_of("forward_single_block"))
+        found[name] = source.digest, write(source)
+    digests, files = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+    assert digests["code"] != digests["as it was"]
+    assert digests["comment"] == digests["as it was"]
+    assert len(set(files.values())) == 3
+
+
+def test_trap_stale_compile_cache_in_an_included_part(tmp_path, monkeypatch):
+    """What a template includes is part of its code."""
+    folder = tmp_path / "templates"
+    shutil.copytree(paths.resource("templates"), folder)
+    before = render("rms_norm", "backward_persistent_partials", flags_of("backward_persistent_partials")).digest
+    part = folder / "rms_norm" / "_backward_dx.py.jinja"
+    part.write_text(part.read_text().replace("projection[:, None]", "(2 * projection[:, None])"))
+    monkeypatch.setattr(paths, "resource", lambda _: folder)
+    assert render("rms_norm", "backward_persistent_partials", flags_of("backward_persistent_partials")).digest != before
+
+
+# A block narrower than the row: the article's tuner, at N = 4096.
+
+ARTICLE = ((512, 4), (1024, 4), (2048, 8), (4096, 8), (8192, 16))
+NARROW = ARTICLE[:3]
+
+
+def one_row(block, warps):
+    return Config.of("single_block", {"BLOCK_SIZE": block, "ROWS": 1, "num_warps": warps})
+
+
+@pytest.mark.parametrize(("block", "warps"), ARTICLE)
+def test_trap_block_size_below_hidden(block, warps):
+    """Our space allows the one block of the article's list that fits the row."""
+    objection = SPACE.check(FORWARD, H200, one_row(block, warps))
+    assert objection is None if block == 4096 else "BLOCK_SIZE" in objection
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("block", "warps"), NARROW)
+def test_trap_block_size_below_hidden_does_not_compile(block, warps):
+    with pytest.raises(CompileError, match="narrower than the row"):
+        compile_candidate(SPEC, FORWARD, one_row(block, warps), H200)
+
+
+def unguarded(problem):
+    """The template's text without its assertion."""
+    source = render("rms_norm", f"{problem.direction}_single_block", SPEC.flags(problem, one_row(1, 1))[0])
+    lines = [line for line in source.text.splitlines(keepends=True) if "static_assert" not in line]
+    assert len(lines) == len(source.text.splitlines()) - 1
+    text = "".join(lines)
+    return KernelSource("rms_norm", f"{source.template}_unguarded", text, code_digest(text), source.flags)
+
+
+def gate_on_unguarded(block, warps, device):
+    config = one_row(block, warps)
+    variant = Variant(unguarded(FORWARD), config, SPEC.constants(FORWARD), FORWARD.accumulate, device, H200.sms)
+    problem = replace(FORWARD, x_dtype="fp32", weight_dtype="fp32")
+    return Gate(SPEC, problem, device).check(variant_runner(SPEC, variant), frozenset({"y"}))
+
+
+@pytest.mark.parametrize(("block", "warps"), ARTICLE)
+def test_trap_block_size_below_hidden_does_not_pass_the_gate(place, block, warps):
+    """With constraint and assertion taken away it runs, and is rejected all the same; blocks that hold the row pass."""
+    verdict = gate_on_unguarded(block, warps, place.device)
+    assert verdict.ok == (block >= 4096), verdict.reason

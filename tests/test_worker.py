@@ -1,0 +1,153 @@
+"""The measuring process: crash, hang or poisoned context cost a candidate and a process, never the sweep (H24)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from fake_gpu import H200, PROBLEM, TILES, VERSIONS, FakeGpu, us_of
+from test_pool import alive, wait_until
+
+from tunegen import worker as worker_module
+from tunegen.errors import WorkerError
+from tunegen.evaluate import COMPILED, TORCH
+from tunegen.model import Problem, Resources, Trial, TrialState
+from tunegen.worker import Facts, Worker, serve
+
+SPENT = Resources(32, 0, 1024, "binary")
+OTHER = Problem("rms_norm", "forward", 4096, 7)
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    return FakeGpu(str(tmp_path / "log"))
+
+
+@pytest.fixture
+def worker(gpu):
+    with gpu.worker() as found:
+        found.open(PROBLEM)
+        yield found
+
+
+def finalist(config):
+    return Trial(PROBLEM, config, TrialState.OK, resources=SPENT)
+
+
+def test_nothing_runs_before_it_is_needed(gpu, worker):
+    assert not os.path.exists(gpu.log)
+    assert worker.start() == worker.start() == Facts(H200, VERSIONS)
+    assert gpu.lines("start") == [""]
+    assert gpu.lines("open") == []
+
+
+def test_a_config_is_measured_in_another_process(gpu, worker):
+    trial = worker.screen(TILES[0], SPENT)
+    assert (trial.problem, trial.config, trial.state, trial.resources) == (PROBLEM, TILES[0], TrialState.OK, SPENT)
+    assert trial.measurement.us == us_of(PROBLEM, TILES[0])
+    assert os.getpid() not in gpu.processes()
+
+
+def test_one_process_serves_all_and_opens_each_problem_once(gpu, worker):
+    for config in TILES[:3]:
+        worker.screen(config, None)
+    worker.open(OTHER)
+    worker.open(OTHER)
+    trials = [worker.screen(config, None) for config in TILES[:2]]
+    assert [t.problem for t in trials] == [OTHER, OTHER]
+    assert gpu.lines("open") == [PROBLEM.label(), OTHER.label()]
+    assert len(gpu.processes()) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "reason"),
+    [
+        ("exit", TrialState.CRASHED, "ended its process, exit code 7"),
+        ("hang", TrialState.TIMEOUT, "no answer within 1 s"),
+        ("illegal address", TrialState.CRASHED, "illegal address"),
+    ],
+)
+def test_culprit_is_recorded_and_the_process_replaced(gpu, monkeypatch, fault, state, reason):
+    monkeypatch.setattr(worker_module, "SCREEN_SECONDS", 1.0)
+    gpu.faults = {TILES[1].label(): fault}
+    with gpu.worker() as worker:
+        worker.open(PROBLEM)
+        trials = [worker.screen(config, SPENT) for config in TILES[:4]]
+    ok = TrialState.OK
+    assert [t.state for t in trials] == [ok, state, ok, ok]
+    assert (trials[1].config, trials[1].reason, trials[1].resources) == (TILES[1], reason, SPENT)
+    assert trials[1].measurement is None
+    assert gpu.lines("open") == [PROBLEM.label()] * 2
+    assert len(gpu.processes()) == 2
+    assert not alive(gpu.processes())
+
+
+def test_failure_that_leaves_the_process_whole_keeps_it(gpu, worker):
+    worker.target = FakeGpu(gpu.log, {TILES[0].label(): "out of memory"}).serve
+    trials = [worker.screen(config, None) for config in TILES[:2]]
+    assert [(t.state, t.reason) for t in trials] == [(TrialState.RUNTIME, "out of memory"), (TrialState.OK, "")]
+    assert len(gpu.processes()) == 1
+
+
+def test_finals_side_by_side(gpu, worker):
+    found = worker.finals([finalist(c) for c in (*TILES[:2], TORCH, COMPILED)])
+    assert [(t.config, t.stage) for t in found] == [(c, "final") for c in (*TILES[:2], TORCH, COMPILED)]
+    assert len(gpu.lines("finals")) == 1
+
+
+def test_finals_go_on_without_the_one_that_ends_the_process(gpu, worker):
+    worker.target = FakeGpu(gpu.log, {TILES[1].label(): "exit in finals"}).serve
+    found = worker.finals([finalist(c) for c in (*TILES[:3], TORCH)])
+    assert [(t.config, t.state) for t in found] == [
+        (TILES[0], TrialState.OK),
+        (TILES[1], TrialState.CRASHED),
+        (TILES[2], TrialState.OK),
+        (TORCH, TrialState.OK),
+    ]
+    assert found[1].reason == "ended its process, exit code 8"
+    assert found[1].measurement is None
+
+
+def test_peak_of_memory_is_the_largest_told(worker):
+    worker.screen(TILES[0], None)
+    assert worker.peak_bytes == 1000
+    worker.finals([finalist(TILES[0])])
+    worker.screen(TILES[0], None)
+    assert worker.peak_bytes == 3000
+
+
+def test_process_that_ends_at_its_start_is_an_error(gpu):
+    gpu.faults = {"start": "exit"}
+    with gpu.worker() as worker, pytest.raises(WorkerError, match="ended at its start"):
+        worker.start()
+
+
+def test_process_that_says_nothing_at_its_start_is_an_error(gpu, monkeypatch):
+    monkeypatch.setattr(worker_module, "START_SECONDS", 0.5)
+    gpu.faults = {"start": "hang"}
+    with gpu.worker() as worker:
+        with pytest.raises(WorkerError, match="says nothing at its start"):
+            worker.start()
+        assert not alive(gpu.processes())
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("exit", "EOFError"), ("out of memory", "OutOfMemoryError: 2 TiB")])
+def test_problem_that_cannot_be_opened_is_an_error_with_its_name_and_the_reason(gpu, worker, fault, reason):
+    worker.target = FakeGpu(gpu.log, {PROBLEM.label(): fault}).serve
+    with pytest.raises(WorkerError, match=f"cannot measure forward 1024x4096 bf16: {reason}"):
+        worker.screen(TILES[0], None)
+    assert not alive(gpu.processes())
+
+
+def test_process_ends_when_its_connection_does(gpu):
+    worker = gpu.worker()
+    worker.open(PROBLEM)
+    worker.screen(TILES[0], None)
+    worker._connection.close()
+    wait_until(lambda: not alive(gpu.processes()))
+
+
+def test_real_process_says_that_there_is_no_such_gpu():
+    with Worker(99, 0, serve) as worker, pytest.raises(WorkerError, match=r"cannot use cuda:99: \w+: .+") as raised:
+        worker.start()
+    assert "\n" not in str(raised.value)
