@@ -133,10 +133,11 @@ def test_h12_a_frozen_weight_costs_no_buffer():
 
     def peak(weight_grad):
         leaf, weight = x.detach().requires_grad_(), w.detach().requires_grad_(weight_grad)
+        wanted = (leaf, weight) if weight_grad else (leaf,)
         y = rms_norm(leaf, weight)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        y.backward(dy)
+        torch.autograd.grad(y, wanted, dy)
         return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
     dx, dw = x.numel() * 4, w.numel() * 4

@@ -187,6 +187,10 @@ def test_tunegen_disable_turns_kernels_off(monkeypatch, value, runs):
     assert OP_MODULE._has_kernels(on_a_gpu) == runs
 
 
+def test_no_kernel_for_no_rows():
+    assert not OP_MODULE._has_kernels(SimpleNamespace(is_cuda=True, numel=lambda: 0))
+
+
 @pytest.mark.gpu
 def test_tunegen_disable_is_torch_on_the_gpu(monkeypatch):
     x, w = draw(9, 96).cuda(), weight_of(96).cuda()

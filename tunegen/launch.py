@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from . import paths
-from .compile import ArgumentClass, compile_launch, constexprs, integer_class, load, load_binary, make_plan
+from .compile import (
+    FIXED_OPTIONS,
+    ArgumentClass,
+    compile_launch,
+    constexprs,
+    integer_class,
+    load,
+    load_binary,
+    make_plan,
+)
 from .model import Config, KernelSource, Launch, Plan, Scratch
 from .reference import DTYPE_NAMES, DTYPES
 
@@ -106,7 +115,7 @@ class Variant:
         values = {**bound, **launch.values, **{n: v for n, v in self.constants.items() if n not in launch.values}}
         named = {name: values[name] for name in launch.kernel.arg_names}
         options = {"num_warps": launch.num_warps or self.config.num_warps, "num_ctas": self.config.num_ctas}
-        launch.kernel[launch.grid](**named, **options)
+        launch.kernel[launch.grid](**named, **FIXED_OPTIONS, **options)
 
     def _launch(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
         from triton import knobs
