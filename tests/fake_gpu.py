@@ -18,7 +18,6 @@ from pathlib import Path
 from tunegen import paths
 from tunegen.errors import CompileError, WorkerError
 from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
-from tunegen.pool import follow_parent
 from tunegen.silicon import of_arch
 from tunegen.worker import Facts, Worker
 
@@ -91,7 +90,6 @@ class FakeGpu:
 
     def serve(self, connection, device: int, seed: int) -> None:
         """In place of `worker.serve`, in the child."""
-        follow_parent()
         self.note("start")
         if fault := self.faults.get("start"):
             os._exit(3) if fault == "exit" else time.sleep(600)

@@ -30,6 +30,7 @@ class Told:
 
     def __init__(self, db):
         self.db, self.stages, self.trials, self.unstored = db, [], [], []
+        self.ends_at = None
 
     def stage(self, text, total):
         self.stages.append((text, total))
@@ -42,6 +43,8 @@ class Told:
             if other.execute(query, key).fetchall() != [(trial.state.value, trial.measurement is None)]:
                 self.unstored.append(trial)
         other.close()
+        if self.ends_at == (trial.stage, trial.problem):
+            raise KeyboardInterrupt
 
 
 class Bench:
@@ -51,8 +54,9 @@ class Bench:
         self.package, self.db = make_resources(folder / "package"), folder / "tune.db"
         self.gpu = FakeGpu(str(folder / "log"))
 
-    def sweep(self, problems=(PROBLEM,), budget=200, seed=0):
+    def sweep(self, problems=(PROBLEM,), budget=200, seed=0, ends_at=None):
         self.told = Told(self.db)
+        self.told.ends_at = ends_at
         with Store.open(self.db) as store:
             gpu = self.gpu
             return sweep_gpu(store, problems, budget, seed, self.told, {}, gpu.worker(), gpu.compile)
@@ -354,6 +358,17 @@ def test_interrupted_sweep_says_so_and_goes_on_where_it_was(bench):
         assert connection.execute("SELECT state FROM sweeps").fetchall() == [("interrupted",)]
     connection.close()
     resumed(bench, left)
+
+
+def test_finals_before_the_interrupt_are_those_of_a_whole_sweep_after_the_next(bench):
+    few = replace(PROBLEM, rows=4)
+    with pytest.raises(KeyboardInterrupt):
+        bench.sweep([PROBLEM, few], ends_at=("final", few))
+    assert {row["half"] for row in bench.rows("winners", kind="measured")} == {1}
+    bench.sweep([PROBLEM, few])
+    assert {row["half"] for row in bench.rows("winners", kind="measured")} == {0}
+    assert [line.split()[1] for line in bench.gpu.lines("finals")] == ["1024x4096", "4x4096", "4x4096"]
+    assert len(bench.gpu.lines("screen")) == 2 * len(ALL)
 
 
 # What the command prints

@@ -65,7 +65,8 @@ class Worker:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=self.target, args=(theirs, self.device, self.seed), daemon=True)
+            arguments = (self.target, theirs, self.device, self.seed)
+            self._process = context.Process(target=_following, args=arguments, daemon=True)
             with deaf_to_interrupts():
                 self._process.start()
             theirs.close()
@@ -156,9 +157,13 @@ class Worker:
         return answer
 
 
+def _following(target: Any, *arguments: Any) -> None:
+    follow_parent()
+    target(*arguments)
+
+
 def serve(connection: Connection, device: int, seed: int) -> None:
     """Body of the child: answer requests until the parent goes away. What it raises itself is sent as a WorkerError."""
-    follow_parent()
     from .compile import first_line
     from .serving import Server
 
