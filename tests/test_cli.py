@@ -325,12 +325,11 @@ def db(tmp_path):
 
 def test_show_prints_winners_one_a_line(db):
     head, backward, forward = [line for line in output("show", "--db", db).splitlines() if line.strip(" \u2500")]
-    assert head.split()[:4] == ["direction", "rows", "hidden", "x_dtype"]
+    assert head.split()[:4] == ["direction", "rows", "hidden", "dtype"]
     for text in (
         "backward",
         "16384",
-        "persistent_partials",
-        winner().to_json(),
+        winner().label(),
         "measured",
         "50.000",
         "5.000",
@@ -339,7 +338,7 @@ def test_show_prints_winners_one_a_line(db):
         assert f" {text} " in backward
     for text in ("forward", "two_pass", "estimated", "31.500"):
         assert f" {text} " in forward
-    assert " yes " not in backward
+    assert "of half a sweep" not in head
 
 
 def test_show_marks_the_winner_of_half_a_sweep(db):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from fake_gpu import H200, PROBLEM, TILES, FakeGpu
 
 from tunegen import paths
 from tunegen.model import Config, Problem, Resources, TrialState
-from tunegen.pool import CompilePool, compile_candidate
+from tunegen.pool import CompilePool, _is_lost, compile_candidate
 from tunegen.store import process_identity
 
 GOOD = Resources(32, 0, 1024, "binary")
@@ -65,6 +66,14 @@ def test_compiler_that_hangs_costs_one_candidate(gpu):
         assert next(outcomes) == (TILES[1], (TrialState.TIMEOUT, "did not compile within 0.7 s"))
         pool.deadline = 60.0
         assert list(outcomes) == [(config, GOOD) for config in TILES[2:]]
+
+
+def test_candidate_whose_submission_was_cancelled_is_one_to_try_again(gpu):
+    """It may be, as another one's pool is shut down."""
+    cancelled = Future()
+    cancelled.cancel()
+    assert pool_of(gpu)._wait(cancelled) is None
+    assert _is_lost(cancelled)
 
 
 def test_other_errors_are_not_taken_for_a_result(gpu):

@@ -110,22 +110,42 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     if not rows:
         console.print(f"no {what} match in {db}", soft_wrap=True)
         return
-    columns = ["direction", "rows", "hidden", "x_dtype", "family", "parameters", "kind", "us", "score", "estimate_us"]
-    columns += ["state", "stage", "reason", "silicon"] if what == "trials" else ["half", "silicon"]
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in columns:
-        table.add_column("of half a sweep" if name == "half" else name, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(name, row[name]) for name in columns))
+    cells = [_cells(row) for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in cells[0]:
+        if any(cell[name] for cell in cells):
+            # Numbers and names stay whole; what is long folds.
+            table.add_column(name, overflow="fold", no_wrap=name not in ("config", "reason", "silicon"))
+    for cell in cells:
+        table.add_row(*(cell[str(column.header)] for column in table.columns))
     console.print(table)
 
 
-def _cell(name: str, value: object) -> str:
-    if value is None:
-        return ""
-    if name == "half":
-        return "yes" if value else ""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """A row of the database as text, by column; a column that is empty in all rows is not shown."""
+    config = " ".join([row["family"], *_pairs(row["parameters"])])
+    numbers = {name: "" if row[name] is None else f"{row[name]:.3f}" for name in ("us", "score", "estimate_us")}
+    plain = {name: str(row.get(name, "")) for name in ("state", "stage", "reason")} if "place" not in row else {}
+    half = {"of half a sweep": "yes" if row.get("half") else ""}
+    problem = {name: str(row[name]) for name in ("direction", "rows", "hidden")}
+    return {
+        **problem,
+        "dtype": row["x_dtype"],
+        "config": config,
+        "kind": row["kind"],
+        **numbers,
+        **plain,
+        **half,
+        "silicon": row["silicon"],
+    }
+
+
+def _pairs(parameters: str) -> list[str]:
+    """The parameters as NAME=VALUE, or as they stand if they are no JSON object."""
+    try:
+        return [f"{name}={value}" for name, value in json.loads(parameters).items()]
+    except (ValueError, AttributeError):
+        return [parameters]
 
 
 def render_kernel(
