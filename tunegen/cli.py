@@ -94,7 +94,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 @offset_option
 @frozen_option
 @click.option(
-    "--budget", type=click.IntRange(min=1), default=200, show_default=True, help="Candidates a problem, at most."
+    "--budget",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Candidates a problem, at most, on a GPU.",
 )
 @click.option(
     "--arch", help="Compile and rank for this target, such as sm_90, without timing. [default where no GPU is: sm_90]"
@@ -111,6 +115,10 @@ def sweep(**options: Any) -> None:
     """
     from .commands import run_sweep
 
+    if options["weight_dtype"] == "none" and (options["offset"] or options["frozen_weight"]):
+        raise click.UsageError(
+            "--weight-dtype none leaves nothing for --offset or --frozen-weight; give one of them up"
+        )
     keys = ("direction", "dtype", "casting", "hidden", "rows")
     combined = product(*(options[key] or DEFAULT_ROWS for key in keys))
     problems = [_problem(options | dict(zip(keys, values, strict=True))) for values in combined]
@@ -185,7 +193,7 @@ def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
 def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> None:
     """Print the exact kernel text of the winner, or of FAMILY with PARAMETERS such as RSTD=saved.
 
-    Without a winner in the database it is the built-in default's. Which one it is goes to standard error.
+    The winner is a measured one; without, it is the built-in default. Which one it is goes to standard error.
 
     Example: tunegen render backward persistent_partials RSTD=saved --hidden 4096
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import report, silicon
-from .dispatch import stored_choices
+from . import paths, report, silicon
+from .dispatch import digest_today, stored_choices
 from .errors import TunegenError
+from .evaluate import COMPILED
 from .expressions import Rule, listed
+from .lookup import database_exists
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState, Value
 from .ops import op_spec
 from .progress import SweepProgress
@@ -29,6 +32,8 @@ def run_sweep(problems: Sequence[Problem], console: Console, options: dict[str, 
     """Sweep on the GPU at hand, or compile and rank for a target where there is none or one is named."""
     target = _target(options["arch"])
     arguments = {k: str(v) for k, v in options.items()}
+    if paths.interpreted():
+        raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     began = time.monotonic()
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         if target is None:
@@ -127,17 +132,37 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     numbers = {name: "" if row[name] is None else f"{row[name]:.3f}" for name in ("us", "score", "estimate_us")}
     plain = {name: str(row.get(name, "")) for name in ("state", "stage", "reason")} if "place" not in row else {}
     half = {"of half a sweep": "yes" if row.get("half") else ""}
-    problem = {name: str(row[name]) for name in ("direction", "rows", "hidden")}
+    problem = problem_of(row)
+    stale = row["family"] not in (TORCH_FAMILY, COMPILED.family) and row["digest"] != digest_today(
+        problem, config_of(row)
+    )
     return {
-        **problem,
+        **{name: str(row[name]) for name in ("direction", "rows", "hidden")},
         "dtype": row["x_dtype"],
+        "contract": ", ".join(problem.contract()),
         "config": config,
         "kind": row["kind"],
         **numbers,
         **plain,
         **half,
+        "stale": "yes" if stale else "",
         "silicon": row["silicon"],
     }
+
+
+def problem_of(row: dict[str, Any]) -> Problem:
+    """The problem of a row of the database."""
+    values = {field.name: row[field.name] for field in fields(Problem)}
+    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual")}
+    return Problem(**{**values, "weight_dtype": row["weight_dtype"] or None})
+
+
+def config_of(row: dict[str, Any]) -> Config:
+    """The config of a row of the database; without parameters where they cannot be read."""
+    try:
+        return Config.of(row["family"], json.loads(row["parameters"]))
+    except (ValueError, AttributeError):
+        return Config(row["family"])
 
 
 def _pairs(parameters: str) -> list[str]:
@@ -155,7 +180,7 @@ def render_kernel(
     from .render import render
 
     spec = op_spec(problem.op)
-    config, origin = (_given(problem, *given), "as given") if given else _launched(problem, db, arch)
+    config, origin = _given(problem, *given) if given else _launched(problem, db, arch)
     if config is None or config.family == TORCH_FAMILY:
         raise TunegenError(f"{problem.label()} is answered by torch's own op; name a family to see its kernel")
     renderings = spec.flags(problem, config)
@@ -164,7 +189,7 @@ def render_kernel(
     return f"{problem.label()}: {config.label()} ({origin})", text
 
 
-def _given(problem: Problem, family_name: str, parameters: dict[str, Value]) -> Config:
+def _given(problem: Problem, family_name: str, parameters: dict[str, Value]) -> tuple[Config, str]:
     """A config as far as the text depends on it: words that are not given are the first choice of the search space."""
     space = load_space(problem.op)
     family = space.family(problem.direction, family_name)
@@ -179,12 +204,16 @@ def _given(problem: Problem, family_name: str, parameters: dict[str, Value]) -> 
             raise TunegenError(f"{name} of {family_name} is {value!r}, but may be {listed(domain)}")
     choices = (item for item in family.parameters.items() if not isinstance(item[1], Rule))
     words = {name: domain[0] for name, domain in choices if isinstance(domain[0], str)}
-    return Config.of(family_name, {**words, **parameters})
+    config = Config.of(family_name, {**words, **parameters})
+    numbers = [name for name, domain in family.parameters.items() if not isinstance(domain, Rule)]
+    whole = all(name in dict(config.parameters) for name in numbers)
+    objection = space.check(problem, _target(None) or silicon.query(0), config) if whole else None
+    return config, f"as given; never launched here: {objection}" if objection else "as given"
 
 
 def _launched(problem: Problem, db: Path, arch: str | None) -> tuple[Config | None, str]:
     target = _target(arch) or silicon.query(0)
-    if db.exists():
+    if database_exists(db):
         Store.read(db).close()  # says what is wrong with it, and leaves it where it is
         for config, stored in stored_choices(db, problem, target):
             return config, f"measured at {stored.rows} rows on {stored.silicon_name}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from .errors import CompileError
+from .errors import BuildError, CompileError
 from .model import Config, KernelSource, Launch, OpSpec, Plan, Problem, Resources, Silicon
 
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
@@ -80,6 +80,8 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     options = FIXED_OPTIONS | {"num_warps": launch.num_warps or config.num_warps, "num_ctas": config.num_ctas}
     try:
         return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
+    except OSError as error:
+        raise BuildError(f"cannot compile {kernel.__name__}: {error}; free or set TRITON_CACHE_DIR") from error
     except Exception as error:  # Triton raises a dozen types here, RuntimeError and AssertionError among them
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
 

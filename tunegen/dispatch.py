@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import paths
+from .errors import RenderError
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
 from .reference import DTYPE_NAMES
@@ -147,8 +148,9 @@ def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
         half = ", from an unfinished sweep" if stored.half else ""
         rung = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
         yield Choice(problem, None if config.family == TORCH_FAMILY else config, rung, device)
-    default = load_space(problem.op).default(problem, silicon)
-    if default is not None:
+    space = load_space(problem.op)
+    default = space.default(problem, silicon)
+    if default is not None and not rejected(path, problem, silicon)(default):
         yield Choice(problem, default, "built-in default", device)
     yield Choice(problem, None, "torch: no default fits", device)
 
@@ -156,20 +158,47 @@ def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
 def stored_choices(path: Path, problem: Problem, silicon: Silicon) -> Iterator[tuple[Config, StoredChoice]]:
     """What the database at `path` has for this problem on this silicon, nearest row count and then best first.
 
-    What is read is checked: the config must be valid in today's search space, and the kernel text must be the one
-    that was timed.
+    What is read is checked: the config must be valid in today's search space and no baseline there, the kernel text
+    must be the one that was timed, and the gate must not have found it wrong at another row count.
     """
     from .lookup import find_winners
-    from .ops import op_spec
-    from .render import combined_digest
     from .space import load_space
 
-    space, spec = load_space(problem.op), op_spec(problem.op)
+    space, wrong = load_space(problem.op), rejected(path, problem, silicon)
     found = find_winners(path, silicon, problem, triton_minor(), PROTOCOL)
     for stored in sorted(found, key=lambda choice: abs(math.log2(choice.rows / problem.rows))):
         if max(stored.rows / problem.rows, problem.rows / stored.rows) > ROWS_REACH:
             return
         config = Config.of(stored.family, stored.parameters)
-        valid = space.check(problem, silicon, config) is None
-        if config.family == TORCH_FAMILY or (valid and stored.digest == combined_digest(problem, config, spec)):
+        family = space.family(problem.direction, config.family)
+        if config.family == TORCH_FAMILY:
             yield config, stored
+        elif family is None or family.baseline or space.check(problem, silicon, config) is not None:
+            continue
+        elif stored.digest == digest_today(problem, config) and not wrong(config):
+            yield config, stored
+
+
+def rejected(path: Path, problem: Problem, silicon: Silicon) -> Callable[[Config], bool]:
+    """A test whether the gate has found a config wrong for this problem, whatever the row count, as its template is
+    today."""
+    from .lookup import find_rejected
+
+    found = find_rejected(path, silicon, problem, triton_minor(), PROTOCOL)
+
+    def is_wrong(config: Config) -> bool:
+        return bool(found) and (config.family, config.to_json(), digest_today(problem, config)) in found
+
+    return is_wrong
+
+
+def digest_today(problem: Problem, config: Config) -> str:
+    """The digest of the config's kernel text, "" if its template is broken."""
+    from .ops import op_spec
+    from .render import combined_digest
+
+    try:
+        return combined_digest(problem, config, op_spec(problem.op))
+    except RenderError as error:
+        LOG.info("%s: %s", config.label(), error)
+        return ""

@@ -23,6 +23,10 @@ class CompileError(TunegenError):
     """A kernel does not compile for its target, or needs more than the target has."""
 
 
+class BuildError(TunegenError):
+    """Kernel files cannot be written or read: rendered ones, or Triton's compile cache. No fault of the kernel."""
+
+
 class StoreError(TunegenError):
     """The database cannot be opened, written or understood."""
 

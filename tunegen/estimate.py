@@ -45,7 +45,9 @@ def estimate_us(
     resident = resident_programs(resources, config, silicon)
     running = min(programs, resident * silicon.sms)
     numbers = config.numbers
-    tile = numbers.get("ROWS", 1) * min(numbers.get("BLOCK_SIZE", numbers.get("CHUNK", problem.hidden)), problem.hidden)
+    tile = min(numbers.get("ROWS", 1), problem.rows) * min(
+        numbers.get("BLOCK_SIZE", numbers.get("CHUNK", problem.hidden)), problem.hidden
+    )
     reads = 1 if problem.direction == "forward" else 2
     # A loop with STAGES > 1 has STAGES - 1 further tiles under way while it computes; without, half the time nothing
     # is.

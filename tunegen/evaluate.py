@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .bench import FINAL_BLOCKS, SCREEN_BLOCKS, Bench, Call, Timed
+from .dispatch import ROWS_REACH
 from .errors import CompileError
 from .launch import Variant
 from .model import TORCH_FAMILY, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
-from .render import render
+from .render import combined_digest, render
 from .verify import Gate, Verdict, variant_runner
 
 TORCH = Config(TORCH_FAMILY)
@@ -29,7 +31,7 @@ class Session:
     def __init__(self, problem: Problem, silicon: Silicon, device: torch.device, seed: int) -> None:
         self.spec = op_spec(problem.op)
         self.problem, self.silicon, self.device = problem, silicon, device
-        self.gate = Gate(self.spec, problem, device, seed)
+        self.gate = Gate(self.spec, problem, device, seed, ROWS_REACH)
         self.bench = Bench(self.spec, problem, device, silicon.l2_bytes, silicon.sms, seed)
 
     def variants(self, config: Config) -> list[Variant]:
@@ -53,13 +55,15 @@ class Session:
         trial = Trial(self.problem, config, TrialState.OK, resources=resources)
         if config == TORCH:
             return self._screen_torch(trial)
+        # Of the text that this process launches: the template may change while a sweep runs.
+        trial = replace(trial, digest=combined_digest(self.problem, config, self.spec))
         try:
             variants = self.variants(config)
             trial = replace(trial, scratch_bytes=variants[0].plan(self.problem.rows).scratch_bytes())
             verdict = self.verify(variants)
         except CompileError as error:
             return replace(trial, state=TrialState.COMPILE, reason=str(error))
-        trial = replace(trial, error_ulp=verdict.error_ulp)
+        trial = replace(trial, error_ulp=_finite(verdict.error_ulp))
         if not verdict.ok:
             return replace(trial, state=TrialState.INCORRECT, reason=verdict.reason)
         return self._timed([trial], [self.bench.call(variants[0])], SCREEN_BLOCKS)[0]
@@ -68,7 +72,10 @@ class Session:
         """torch's own op competes if it passes the gate; if not, it is timed as a baseline all the same."""
         verdict = self.gate.check(self._torch_runner, self._wanted(rstd=False))
         trial = replace(
-            trial, error_ulp=verdict.error_ulp, reason=verdict.reason, kind="measured" if verdict.ok else "baseline"
+            trial,
+            error_ulp=_finite(verdict.error_ulp),
+            reason=verdict.reason,
+            kind="measured" if verdict.ok else "baseline",
         )
         return self._timed([trial], [self._torch_bench(self.spec.torch_call)], SCREEN_BLOCKS)[0]
 
@@ -95,6 +102,7 @@ class Session:
                 variants = self.variants(trial.config)
                 if not self.verify(variants).ok:
                     continue
+                trial = replace(trial, digest=combined_digest(self.problem, trial.config, self.spec))
                 calls.append(self.bench.call(variants[0]))
             good.append(replace(trial, stage="final"))
         return self._timed(good, calls, FINAL_BLOCKS)
@@ -116,3 +124,8 @@ class Session:
     def _wanted(self, rstd: bool) -> frozenset[str]:
         outputs = frozenset(n for n, t in self.spec.tensors(self.problem).items() if t.role == "output")
         return outputs if rstd else outputs - {"rstd"}
+
+
+def _finite(error: float) -> float | None:
+    """None for the infinite error of an output with NaN: neither SQLite nor JSON has a number for it."""
+    return error if math.isfinite(error) else None

@@ -81,9 +81,10 @@ class Variant:
 
     def plan(self, rows: int) -> Plan:
         """Launches and workspace for `rows` rows; the last one is remembered."""
-        if self._plan is None or self._plan[0] != rows:
-            self._plan = rows, make_plan(self.module, self.config, self.hidden, rows, self.sms)
-        return self._plan[1]
+        last = self._plan  # read once: another thread may put its own there
+        if last is None or last[0] != rows:
+            last = self._plan = rows, make_plan(self.module, self.config, self.hidden, rows, self.sms)
+        return last[1]
 
     def __call__(self, rows: int, arguments: Mapping[str, Argument], allocate: Allocate | None = None) -> None:
         """Run all launches on the current stream of the device.

@@ -29,13 +29,11 @@ _warned: set[str] = set()
 _PROBLEM = tuple(field.name for field in fields(Problem) if field.name != "rows")
 _ORDER = "final DESC, cost, spills, warps, parameters, family, id"
 _COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half")
-_QUERY = f"""
-SELECT {", ".join(_COLUMNS)} FROM (
-    SELECT *, row_number() OVER (PARTITION BY rows, family, digest ORDER BY {_ORDER}) AS place
-    FROM candidates
-    WHERE silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol AND kind = 'measured'
-        AND {" AND ".join(f"{name} = :{name}" for name in _PROBLEM)}
-) WHERE place = 1 ORDER BY rows, {_ORDER}"""
+_KEY = "silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol AND " + " AND ".join(
+    f"{name} = :{name}" for name in _PROBLEM
+)
+_QUERY = f"SELECT {', '.join(_COLUMNS)} FROM candidates WHERE {_KEY} AND kind = 'measured' ORDER BY rows, {_ORDER}"
+_REJECTED = f"SELECT DISTINCT family, parameters, digest FROM trials WHERE {_KEY} AND state = 'incorrect'"
 
 
 class StoredChoice(NamedTuple):
@@ -60,34 +58,43 @@ def database_exists(path: Path) -> bool:
 
 
 def find_winners(path: Path, silicon: Silicon, problem: Problem, triton: str, protocol: int) -> list[StoredChoice]:
-    """The fastest choice for every stored row count of this problem, on this GPU or one with the same facts.
+    """Every right, measured trial of this problem at any row count, on this GPU or one with the same facts.
 
-    Choices for the GPU's own name come first, then by rows. The winner of a row count is followed by the best of each
-    other family and digest, best first: its template may have been edited since, or no longer compile. Raises nothing:
-    whatever is wrong with the file, the list is empty.
+    Those of the GPU's own name come first, then by rows, the winner of each row count ahead of all that come after
+    it: its template may have been edited since, or no longer compile. Raises nothing: whatever is wrong with the
+    file, the list is empty.
     """
+    rows = _read(path, silicon, problem, {"triton": triton, "protocol": protocol}, _QUERY)
+    return [choice for choice in map(_choice, rows) if choice is not None]
+
+
+def find_rejected(
+    path: Path, silicon: Silicon, problem: Problem, triton: str, protocol: int
+) -> set[tuple[str, str, str]]:
+    """Family, parameters as stored, and digest of what the gate has found wrong at any row count; raises nothing."""
+    rows = _read(path, silicon, problem, {"triton": triton, "protocol": protocol}, _REJECTED)
+    return {
+        tuple(text.decode("utf-8", "replace") for text in row) for row in rows if all(type(t) is bytes for t in row)
+    }
+
+
+def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], query: str) -> list[tuple[Any, ...]]:
+    """Raw rows with text as bytes: one that is no UTF-8 must not fail the query. None where there is no sound file."""
     if not database_exists(path):
         return []
-    key = {name: _plain(getattr(problem, name)) for name in _PROBLEM}
-    key |= {"triton": triton, "protocol": protocol}
+    key = key | {name: _plain(getattr(problem, name)) for name in _PROBLEM}
+    facts = {fact: getattr(silicon, fact) for fact in FACTS} | {"name": silicon.name}
+    sql = f"SELECT id FROM silicon WHERE {' AND '.join(f'{f} = :{f}' for f in FACTS)} ORDER BY name <> :name, name"
     try:
-        rows = _read(path, silicon, key)
+        with _reading(path) as connection:
+            ids = [row[0] for row in connection.execute(sql, facts).fetchall()]
+            return [row for i in ids for row in connection.execute(query, {**key, "silicon_id": i}).fetchall()]
     except sqlite3.Error as error:
         if _is_damage(error):
             _set_aside(path, error)
         else:
             logger.debug("database %s not used: %s", path, error)
         return []
-    return [choice for choice in map(_choice, rows) if choice is not None]
-
-
-def _read(path: Path, silicon: Silicon, key: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Raw rows with text as bytes: one that is no UTF-8 must not fail the query."""
-    facts = {fact: getattr(silicon, fact) for fact in FACTS} | {"name": silicon.name}
-    sql = f"SELECT id FROM silicon WHERE {' AND '.join(f'{f} = :{f}' for f in FACTS)} ORDER BY name <> :name, name"
-    with _reading(path) as connection:
-        ids = [row[0] for row in connection.execute(sql, facts).fetchall()]
-        return [row for i in ids for row in connection.execute(_QUERY, {**key, "silicon_id": i}).fetchall()]
 
 
 @contextlib.contextmanager

@@ -68,8 +68,19 @@ class Problem:
 
     def label(self) -> str:
         """Short text for people, such as `forward 16384x4096 bf16`."""
-        frozen = " dx only" if self.direction == "backward" and not self.weight_grad else ""
-        return f"{self.direction} {self.rows}x{self.hidden} {self.x_dtype}{frozen}"
+        words = [self.direction, f"{self.rows}x{self.hidden}", self.x_dtype, *self.contract()]
+        return " ".join(words)
+
+    def contract(self) -> list[str]:
+        """What sets the problem apart from the usual one, in words: no more than people need to tell rows of a
+        table."""
+        weight = "no weight" if self.weight_dtype is None else f"{self.weight_dtype} weight"
+        return [
+            *([weight] if self.weight_dtype != self.x_dtype else []),
+            *([self.casting] if self.casting != "fp32" else []),
+            *(["offset"] if self.offset else []),
+            *(["dx only"] if self.direction == "backward" and not self.weight_grad else []),
+        ]
 
 
 def rows_bucket(rows: int) -> int:

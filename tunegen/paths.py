@@ -38,14 +38,14 @@ def user_cache() -> Path:
 def database() -> Path:
     """`TUNEGEN_DB`, else `cache/tune.db` of a checkout, else `tune.db` in the user's cache folder."""
     if value := os.environ.get("TUNEGEN_DB"):
-        return Path(value).expanduser()
+        return Path(os.path.expanduser(value)).absolute()
     return (PACKAGE.parent / "cache" if in_checkout() else user_cache()) / "tune.db"
 
 
 def build_folder() -> Path:
     """`TUNEGEN_BUILD`, else `build` in the user's cache folder: where rendered kernels lie."""
     if value := os.environ.get("TUNEGEN_BUILD"):
-        return Path(value).expanduser()
+        return Path(os.path.expanduser(value)).absolute()
     return user_cache() / "build"
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker
 
-from .errors import CompileError
+from .errors import CompileError, RenderError, TunegenError
 from .model import Config, Problem, Resources, Silicon, TrialState
 
 COMPILE_SECONDS = 120.0
@@ -31,7 +31,13 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
     from . import compile as compiling
     from .ops import op_spec
 
-    return compiling.compile_candidate(op_spec(problem.op), problem, config, silicon)
+    try:
+        return compiling.compile_candidate(op_spec(problem.op), problem, config, silicon)
+    except TunegenError:
+        raise
+    except Exception as error:  # whatever a template does when it is imported, planned or bound
+        reason = compiling.first_line(error)
+        raise CompileError(f"{problem.direction}_{config.family}.py.jinja: {reason}") from error
 
 
 @contextmanager
@@ -114,7 +120,7 @@ class CompilePool:
     def _wait(self, future: Future[Resources]) -> Outcome | None:
         try:
             return future.result(self.deadline)
-        except CompileError as error:
+        except (CompileError, RenderError) as error:
             return TrialState.COMPILE, str(error)
         except (BrokenProcessPool, CancelledError, FutureTimeoutError):
             return None

@@ -56,18 +56,20 @@ class SweepProgress:
         self.done += 1
         if trial.state is not TrialState.OK:
             self.failures.append(trial)
-        elif self.best is None or _time(trial) < _time(self.best):
+        elif trial.kind != "baseline" and (self.best is None or _time(trial) < _time(self.best)):
             self.best = trial
         if self._task is not None:
-            self._progress.update(self._task, completed=min(self.done, self.total), best=self._best())
+            self._progress.update(self._task, completed=min(self.done, self.total), best=self._best(short=True))
         if not self.live and time.monotonic() - self._said > PLAIN_SECONDS:
             self._said = time.monotonic()
             self.console.print(f"  {self.done} of {self.total}: {self._best()}", soft_wrap=True)
 
-    def _best(self) -> str:
+    def _best(self, short: bool = False) -> str:
         if self.best is None:
             return "nothing valid yet"
-        return f"best {_time(self.best):.2f} us {self.best.config.label()}"
+        kind = "best" if self.best.measurement else "best estimate"
+        name = self.best.config.family if short else self.best.config.label()
+        return f"{kind} {_time(self.best):.2f} us {name}"
 
     def _summary(self) -> None:
         if self.done and not self.live:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import hashlib
+import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,9 +18,10 @@ from typing import Any
 import jinja2
 
 from . import paths
-from .errors import RenderError
+from .errors import BuildError, RenderError
 from .model import Config, KernelSource, OpSpec, Problem
 
+LOG = logging.getLogger("tunegen")
 SUFFIX = ".py.jinja"
 
 # Triton's compile cache key holds the line on which a kernel starts: the header has this fixed number of lines and no
@@ -46,8 +50,8 @@ def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: 
         body = _environment(folder).get_template(name).render(dict(flags))
     except jinja2.TemplateNotFound as error:
         raise RenderError(f"no template {name} in {folder}") from error
-    except jinja2.TemplateError as error:
-        raise RenderError(f"{name}: {error}") from error
+    except Exception as error:  # a template can raise whatever its expressions do
+        raise RenderError(f"{name}: {type(error).__name__}: {error}") from error
     text = HEADER.format(op=op, template=template, flags=" ".join(f"{k}={v}" for k, v in flags)) + body
     return KernelSource(op, template, text, code_digest(text, name), dict(flags))
 
@@ -74,42 +78,51 @@ def code_digest(text: str, name: str = "<kernel>") -> str:
 
 
 def write(source: KernelSource) -> Path:
-    """Put the text of `source` into the build folder and return the file.
+    """Put the text of `source` into the build folder and return the file. Raises BuildError if that cannot be done.
 
     The name is the hash of the text. A file that is there is compared before it is trusted; a new one appears by
     rename, so that another process never sees half of it.
     """
-    text_hash = hashlib.sha256(source.text.encode()).hexdigest()[:16]
-    path = _build_folder(str(paths.build_folder())) / f"{source.template}_{text_hash}.py"
-    if not path.exists() or path.read_text() != source.text:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(source.text)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+    text = source.text.encode()
+    path = _build_folder() / f"{source.template}_{hashlib.sha256(text).hexdigest()[:16]}.py"
+    try:
+        if not path.exists() or path.read_bytes() != text:
+            _replace(path, text)
+    except OSError as error:
+        raise BuildError(f"cannot write the rendered kernel {path}: {error}; set TUNEGEN_BUILD") from error
     return path
 
 
-@lru_cache(maxsize=8)
-def _build_folder(wanted: str) -> Path:
+def _replace(path: Path, text: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _build_folder() -> Path:
     """The build folder, private to the user, or a temporary one (noted once) where it cannot be written."""
-    folder = Path(wanted)
+    folder = paths.build_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "not writable", wanted)
+            raise PermissionError(13, "not writable", str(folder))
     except OSError as error:
-        folder = Path(tempfile.mkdtemp(prefix="tunegen-build-"))
-        import logging
-
-        logging.getLogger("tunegen").warning(
-            "cannot write rendered kernels (%s): using %s; set TUNEGEN_BUILD", error, folder
-        )
+        return _private_folder(str(error))
     return folder
+
+
+@lru_cache(maxsize=1)
+def _private_folder(reason: str) -> Path:
+    folder = tempfile.mkdtemp(prefix="tunegen-build-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    LOG.warning("cannot keep rendered kernels (%s): using %s for now; set TUNEGEN_BUILD", reason, folder)
+    return Path(folder)
 
 
 def combined_digest(problem: Problem, config: Config, spec: OpSpec) -> str:

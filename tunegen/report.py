@@ -82,7 +82,7 @@ def table(found: Sequence[Line]) -> Table:
     result = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("direction", "rows", "hidden"):
         result.add_column(name, justify="right" if name != "direction" else "left", no_wrap=True)
-    result.add_column("winner", overflow="fold")
+    result.add_column("winner", min_width=28, overflow="fold")
     for name in ("us", "TB/s", "of copy", "x torch", "x compile", "x default"):
         result.add_column(name, justify="right", no_wrap=True)
     for line in found:
@@ -103,15 +103,15 @@ def table(found: Sequence[Line]) -> Table:
 
 def estimated_table(found: Sequence[Trial], per_problem: int = 3) -> Table:
     """The best-ranked candidates of each problem of a sweep without a GPU."""
-    result = Table(box=box.SIMPLE_HEAD)
-    for name, justify in (("problem", "left"), ("candidate", "left"), ("registers", "right")):
-        result.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for name in ("spilled B", "shared B", "estimate us"):
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("problem", "candidate"):
+        result.add_column(name, min_width=24, overflow="fold")
+    for name in ("registers", "spilled B", "shared B", "estimate us"):
         result.add_column(name, justify="right")
     for problem in dict.fromkeys(t.problem for t in found):
         ranked = sorted(
-            (t for t in found if t.problem == problem and t.estimate_us is not None and not _is_baseline(t)),
-            key=lambda t: t.estimate_us or 0.0,
+            (t for t in found if t.problem == problem and t.estimate_us is not None and t.kind == "estimated"),
+            key=_rank,
         )
         for place, trial in enumerate(ranked[:per_problem]):
             assert trial.resources is not None
@@ -126,9 +126,10 @@ def estimated_table(found: Sequence[Trial], per_problem: int = 3) -> Table:
     return result
 
 
-def _is_baseline(trial: Trial) -> bool:
-    family = load_space(trial.problem.op).family(trial.problem.direction, trial.config.family)
-    return family is not None and family.baseline
+def _rank(trial: Trial) -> tuple[float, int, int, str]:
+    """The order of the database's winners: many estimates are ties."""
+    spilled = trial.resources.spill_bytes if trial.resources else None
+    return trial.estimate_us or 0.0, spilled or 0, trial.config.num_warps, trial.config.to_json()
 
 
 def sentence(found: Sequence[Line]) -> str:

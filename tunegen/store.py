@@ -168,7 +168,7 @@ class Store:
         Else a winner among them would count as half a sweep's for ever. Trials of finished sweeps stay where they are.
         Raises StoreError when the file cannot be written.
         """
-        unfinished = "SELECT id FROM sweeps WHERE state <> 'finished'"
+        unfinished = "SELECT id FROM sweeps WHERE state = 'interrupted'"
         with self._writing() as connection:
             sql = f"UPDATE trials SET sweep_id = ? WHERE id = ? AND sweep_id IN ({unfinished})"
             connection.executemany(sql, [(sweep_id, trial.id) for trial in trials])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .compile import load, make_plan
-from .dispatch import triton_minor
+from .dispatch import digest_today, triton_minor
+from .errors import WorkerError
 from .estimate import estimate_us
 from .evaluate import COMPILED, TORCH
 from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .pool import Compile, CompilePool, Outcome, compile_candidate
-from .render import combined_digest, render
+from .render import render
 from .sampler import FamilySampler, Sampler
 from .space import load_space
 from .store import Store
@@ -93,15 +94,33 @@ def sweep_gpu(
         with CompilePool(facts.silicon, compile_one=compile_one) as pool:
             context = Context(store, sweep_id, facts.silicon, facts.versions, pool, listener, seed, budget)
             try:
-                shortlists = {problem: search(context, worker, problem) for problem in problems}
+                shortlists = per_problem(problems, listener, lambda p: search(context, worker, p))
                 worker.stop(STOP_SECONDS)  # finalists are timed in a fresh process
-                finals = [t for problem in problems for t in final(context, worker, problem, shortlists[problem])]
+                finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]))
             except BaseException:
                 store.finish_sweep(sweep_id, "interrupted")
                 raise
         store.finish_sweep(sweep_id, "finished")
         shown = ", ".join(f"{name} {value}" for name, value in versions.items())
-        return SweepResult(finals, facts.silicon, shown, worker.peak_bytes)
+        return SweepResult([t for trials in finals.values() for t in trials], facts.silicon, shown, worker.peak_bytes)
+
+
+def per_problem(
+    problems: Iterable[Problem], listener: Listener, work: Callable[[Problem], list[Trial]]
+) -> dict[Problem, list[Trial]]:
+    """Do the work for each problem; one that the measuring process cannot open, for want of memory say, is said and
+    left out. Raises the WorkerError if that is so for all of them."""
+    found: dict[Problem, list[Trial]] = {}
+    failure: WorkerError | None = None
+    for problem in problems:
+        try:
+            found[problem] = work(problem)
+        except WorkerError as error:
+            failure = error
+            listener.stage(f"left out: {error}", 0)
+    if failure is not None and not found:
+        raise failure
+    return found
 
 
 def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
@@ -137,27 +156,35 @@ def screen_batch(
 
 def screen_one(worker: Worker, problem: Problem, config: Config, outcome: Outcome, spill_free: bool) -> Trial:
     """The trial of one compiled candidate."""
-    digest = combined_digest(problem, config, op_spec(problem.op))
+    digest = digest_today(problem, config)
     if not isinstance(outcome, Resources):
         state, reason = outcome
         return Trial(problem, config, state, digest=digest, reason=reason)
     if outcome.spill_bytes and spill_free:
         reason = f"spills {outcome.spill_bytes} bytes a thread where others of its family do not"
         return Trial(problem, config, TrialState.CONSTRAINT, digest=digest, reason=reason, resources=outcome)
-    trial = replace(worker.screen(config, outcome), digest=digest)
+    trial = worker.screen(config, outcome)
+    trial = replace(trial, digest=trial.digest or digest)
     family = load_space(problem.op).family(problem.direction, config.family)
     if family is not None and family.baseline:
         trial = replace(trial, kind="baseline")
     return trial
 
 
+PASSING = (TrialState.RUNTIME, TrialState.TIMEOUT, TrialState.CRASHED)
+"""Failures that need not be the candidate's own, such as memory that another process held: tried again."""
+
+
 def is_current(trial: Trial, silicon: Silicon) -> bool:
-    """Whether the search space still has the stored trial's config, and its template still gives that kernel text."""
+    """Whether a stored trial stands: the search space still has its config, its template still gives that kernel
+    text, and it did not fail for a passing reason."""
+    if trial.state in PASSING:
+        return False
     if trial.config in (TORCH, COMPILED):
         return True
     if load_space(trial.problem.op).check(trial.problem, silicon, trial.config) is not None:
         return False
-    return trial.digest == combined_digest(trial.problem, trial.config, op_spec(trial.problem.op))
+    return trial.digest == digest_today(trial.problem, trial.config)
 
 
 def make_sampler(context: Context, problem: Problem, stored: Mapping[Any, Trial]) -> Sampler:
@@ -244,8 +271,10 @@ def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
     ]
     context.listener.stage(problem.label(), len(configs))
     for config, outcome in context.pool.compile(problem, configs):
-        digest = combined_digest(problem, config, spec)
-        trial = Trial(problem, config, TrialState.OK, digest=digest, kind="estimated")
+        digest = digest_today(problem, config)
+        family = space.family(problem.direction, config.family)
+        kind = "baseline" if family is not None and family.baseline else "estimated"
+        trial = Trial(problem, config, TrialState.OK, digest=digest, kind=kind)
         if not isinstance(outcome, Resources):
             yield replace(trial, state=outcome[0], reason=outcome[1])
             continue

@@ -27,8 +27,14 @@ from .model import Tensor as Shape
 from .reference import DTYPES, Expected
 
 MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23, "fp64": 52}
-GUARD = 64
-"""NaN elements before and after each tensor: 128 bytes at least, so that the tensor between them stays aligned."""
+GUARD_ROWS = 16
+"""Rows of guard before and after each tensor, as many as the tallest tile has: whoever misses a mask lands there.
+Around inputs it is NaN, so that what is read shows; around outputs a number, so that NaN written over it shows."""
+
+GUARD_VALUE = 1536.0
+
+REACH_ELEMENTS = 1 << 25
+"""The gate goes no further beyond the row count of a problem than this many elements: 256 MB a tensor in float64."""
 
 MIN_ROWS = 8
 """Rows that are looked at, at least, in all cases together: an op's inputs may differ in kind from row to row."""
@@ -75,9 +81,10 @@ class Deviation(NamedTuple):
 class Gate:
     """Inputs, references and budgets of one problem, made once and used for every candidate."""
 
-    def __init__(self, spec: OpSpec, problem: Problem, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, spec: OpSpec, problem: Problem, device: torch.device, seed: int = 0, reach: int = 1) -> None:
+        """`reach`: how many times its rows a candidate must be right for, since it may be launched for them."""
         self.spec, self.device = spec, device
-        self.cases = [self._case(replace(problem, rows=rows), seed) for rows, seed in checks(problem.rows, seed)]
+        self.cases = [self._case(replace(problem, rows=rows), seed) for rows, seed in checks(problem, seed, reach)]
         # How far plain torch is off on a few rows is a matter of luck: its worst over all of them counts for each.
         for name in self.cases[0][2]:
             budget = max(bounds[name].budget for _, _, bounds in self.cases)
@@ -116,18 +123,18 @@ class Gate:
         self, run: Runner, problem: Problem, given: Mapping[str, Tensor], truth: Mapping[str, _Bound]
     ) -> Verdict:
         shapes = self.spec.tensors(problem)
-        read = {name: _padded(shapes[name], self.device, tensor) for name, tensor in given.items()}
-        written = {name: _padded(shapes[name], self.device) for name in truth}
-        run(problem, {name: inner for name, (_, inner) in {**read, **written}.items()})
+        read = {name: _Guarded(shapes[name], self.device, math.nan, tensor) for name, tensor in given.items()}
+        written = {name: _Guarded(shapes[name], self.device, GUARD_VALUE) for name in truth}
+        run(problem, {name: guarded.inner for name, guarded in {**read, **written}.items()})
         where = f"at {problem.rows}x{problem.hidden}"
-        for name, (buffer, inner) in {**read, **written}.items():
-            if not bool(torch.cat([buffer[:GUARD], buffer[-GUARD:]]).isnan().all()):
+        for name, guarded in {**read, **written}.items():
+            if not guarded.whole():
                 return Verdict(False, math.inf, f"{name} {where}: written outside of the tensor")
-            if name in read and not torch.equal(inner, given[name]):
+            if name in read and not torch.equal(guarded.inner, given[name]):
                 return Verdict(False, math.inf, f"{name} {where}: an input was written")
         worst = 0.0
-        for name, (_, inner) in written.items():
-            off = deviation(inner, truth[name].want, shapes[name].dtype)
+        for name, guarded in written.items():
+            off = deviation(guarded.inner, truth[name].want, shapes[name].dtype)
             if objection := _objection(off, truth[name]):
                 largest = math.inf if math.isnan(off.largest) else off.largest
                 return Verdict(False, largest, f"{name} {where}: {objection}")
@@ -149,10 +156,13 @@ def _objection(off: Deviation, allowed: _Bound) -> str:
     return ""
 
 
-def checks(rows: int, seed: int) -> list[tuple[int, int]]:
-    """Row counts that a problem is checked at, each with a seed: its own, and odd ones up to 1031 that no tile or grid
-    divides; its own again until there are MIN_ROWS. Each seed goes on where the rows of the one before ended."""
-    counts = sorted({min(rows, 3), min(rows, 1031), rows})
+def checks(problem: Problem, seed: int, reach: int) -> list[tuple[int, int]]:
+    """Row counts that a problem is checked at, each with a seed: its own, and odd ones that no tile or grid divides,
+    3 and `reach` times its own (up to 1031, where that is too much); its own again until there are MIN_ROWS. Each
+    seed goes on where the rows of the one before ended."""
+    rows = problem.rows
+    far = min(reach * rows, REACH_ELEMENTS // problem.hidden)
+    counts = sorted({min(rows, 3), far | 1 if far > rows else min(rows, 1031), rows})
     counts += [rows] * -(-max(MIN_ROWS - sum(counts), 0) // rows)
     return list(zip(counts, itertools.accumulate(counts, initial=seed), strict=False))
 
@@ -206,8 +216,21 @@ def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
     return run
 
 
-def _padded(shape: Shape, device: torch.device, content: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    size = math.prod(shape.shape)
-    buffer = torch.full((size + 2 * GUARD,), math.nan, dtype=DTYPES[shape.dtype], device=device)
-    inner = buffer[GUARD : GUARD + size].view(shape.shape)
-    return buffer, inner if content is None else inner.copy_(content)
+class _Guarded:
+    """A tensor within a larger buffer, `guard` before and after it; NaN itself unless there is content to copy."""
+
+    def __init__(self, shape: Shape, device: torch.device, guard: float, content: Tensor | None = None) -> None:
+        size = math.prod(shape.shape)
+        self.width = 64 * -(-GUARD_ROWS * shape.shape[-1] // 64)  # a multiple of 64 keeps the tensor aligned
+        self.guard = guard
+        self.buffer = torch.full((size + 2 * self.width,), guard, dtype=DTYPES[shape.dtype], device=device)
+        self.inner = self.buffer[self.width : self.width + size].view(shape.shape)
+        if content is None:
+            self.inner.fill_(math.nan)
+        else:
+            self.inner.copy_(content)
+
+    def whole(self) -> bool:
+        """Whether the guard is as it was."""
+        guards = torch.cat([self.buffer[: self.width], self.buffer[-self.width :]])
+        return bool(guards.isnan().all() if math.isnan(self.guard) else (guards == self.guard).all())

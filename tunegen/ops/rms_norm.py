@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .. import dispatch, paths, reference
 from ..dispatch import Choice, Key
-from ..errors import CompileError
+from ..errors import BuildError, CompileError, RenderError
 from ..launch import Argument
 from ..model import CASTINGS, rows_bucket
 from ..reference import DTYPE_NAMES
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def rms_norm(
@@ -23,11 +26,12 @@ def rms_norm(
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
     Args:
-        x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64. weight: (N) in any of these dtypes,
-        on x's device, or None. eps: a finite Python number >= 0, added to the mean of squares; 1e-6 in every dtype.
-        offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight. casting: "fp32" computes in fp32
-        and rounds once; "llama" rounds x-hat to x's dtype before the product with the weight,
-            as Hugging Face's Llama and Qwen3 do.
+        x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64.
+        weight: (N) in any of these dtypes, on x's device, or None.
+        eps: a finite Python number >= 0, added to the mean of squares; 1e-6 in every dtype.
+        offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight.
+        casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
+            the weight, as Hugging Face's Llama and Qwen3 do.
 
     Returns:
         A contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64 inputs are
@@ -40,8 +44,10 @@ def rms_norm(
     The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
     tuning database names, else by the built-in default; everything else by torch operators.
     """
+    if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
+        return by_torch(x, weight, eps, offset, casting)
     _check(x, weight, eps, offset, casting)
-    if not _has_kernels(x):
+    if not _has_kernels(x, weight):
         return by_torch(x, weight, eps, offset, casting)
     x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
@@ -69,8 +75,8 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting:
     for name, value in (("eps", eps), ("offset", offset)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a Python number, got {_kind(value)}; pass float({name})")
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
+        if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
+            raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
     if eps < 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     if casting not in CASTINGS:
@@ -93,16 +99,18 @@ def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _has_kernels(x: Tensor) -> bool:
-    """Whether kernels may run: torch answers CPU and ROCm tensors, empty ones, functorch transforms, and under
-    torch.compile."""
+def _has_kernels(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
+    functorch transforms and forward-mode differentiation."""
     return (
         x.is_cuda
         and x.numel() > 0
+        and type(x) in PLAIN_TENSORS
+        and (weight is None or type(weight) in PLAIN_TENSORS)
         and torch.version.hip is None
-        and not torch.compiler.is_compiling()
         and not paths.disabled()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -206,7 +214,7 @@ def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: flo
             return False
         try:
             choice.variant(save_rstd, offset)(x.shape[0], arguments)
-        except CompileError as error:
+        except (CompileError, RenderError, BuildError) as error:
             dispatch.demote(key, choice, error)
         else:
             return True

@@ -1,0 +1,5 @@
+"""`python -m tunegen`."""
+
+from .cli import main
+
+main()
