@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import emulated
 import pytest
@@ -11,7 +12,7 @@ import torch
 from emulated import SPEC, Kernel
 
 from tunegen.model import Problem
-from tunegen.verify import GUARD, Gate, checks
+from tunegen.verify import GUARD_VALUE, Gate, checks
 
 ROWS, HIDDEN = 130, 250
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
@@ -27,8 +28,9 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 def gate(direction, dtype, casting="fp32", rows=ROWS, hidden=HIDDEN, **more):
     weight, seed = more.pop("weight", dtype), more.pop("seed", 0)
     grad = direction == "backward" and weight is not None
+    reach = more.pop("reach", 1)
     problem = Problem("rms_norm", direction, hidden, rows, dtype, weight, casting, weight_grad=grad, **more)
-    return Gate(SPEC, problem, torch.device("cpu"), seed)
+    return Gate(SPEC, problem, torch.device("cpu"), seed, reach)
 
 
 def verdict(kernel, direction, dtype, casting="fp32", outputs=None, **more):
@@ -267,7 +269,7 @@ def test_sixteen_bit_outputs_are_allowed_one_ulp(dtype, direction):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 1031, 16384])
 def test_every_problem_sees_every_kind_of_row(rows):
-    found = checks(rows, seed=5)
+    found = checks(Problem("rms_norm", "forward", HIDDEN, rows), seed=5, reach=1)
     assert {count for count, _ in found} == {min(rows, 3), min(rows, 1031), rows}
     assert {(seed + row) % 8 for count, seed in found for row in range(count)} == set(range(8))
     assert sum(count for count, _ in found) < 8 + 2 * rows + 3, "no more than it takes"
@@ -278,9 +280,47 @@ def test_inputs_lie_between_guards():
 
     def look(problem, tensors):
         for name, tensor in tensors.items():
-            around = torch.as_strided(tensor, (tensor.numel() + 2 * GUARD,), (1,), tensor.storage_offset() - GUARD)
-            seen[name] = bool(around[:GUARD].isnan().all() and around[-GUARD:].isnan().all())
+            wide = tensor.storage_offset()
+            around = torch.as_strided(tensor, (tensor.numel() + 2 * wide,), (1,), 0)
+            guards = torch.cat([around[:wide], around[-wide:]])
+            assert wide >= 16 * tensor.shape[-1], "a tile may be 16 rows tall"
+            seen[name] = bool((guards == GUARD_VALUE).all() if name in BACKWARD else guards.isnan().all())
         Kernel()(problem, tensors)
 
     assert gate("backward", "fp32", rows=3).check(look, BACKWARD).ok
     assert seen == dict.fromkeys(("x", "w", "dy", "rstd", "dx", "dw"), True)
+
+
+@both_directions
+def test_rejects_rows_past_the_last_read_and_written(direction):
+    """Without a row mask, NaN is read from the guard and NaN is written over it: that it was NaN before hid it once."""
+
+    def unmasked(problem, tensors):
+        wide = {}
+        for name, tensor in tensors.items():
+            more = tensor.shape[-1] if tensor.dim() == 2 else 0
+            wide[name] = torch.as_strided(tensor, (tensor.numel() + more,), (1,)).view(-1, *tensor.shape[1:])
+        for name in ("rstd",):
+            if name in tensors and tensors[name].dim() == 1:
+                wide[name] = torch.as_strided(tensors[name], (len(tensors[name]) + 1,), (1,))
+        Kernel()(replace(problem, rows=problem.rows + 1), wide)
+
+    found = gate(direction, "fp32", rows=5).check(unmasked, FORWARD if direction == "forward" else BACKWARD)
+    assert not found.ok
+
+
+@pytest.mark.parametrize(("rows", "right_up_to"), [(1, 1), (1, 7), (64, 64), (64, 500)])
+def test_rejects_what_is_right_only_for_the_rows_it_was_tuned_for(rows, right_up_to):
+    """dispatch launches a choice for up to `reach` times the rows it was measured at."""
+
+    def short_sighted(problem, tensors):
+        Kernel()(problem, tensors)
+        tensors["y"][right_up_to:] = 0.0
+
+    assert not gate("forward", "fp32", rows=rows, reach=8).check(short_sighted, FORWARD).ok
+    assert gate("forward", "fp32", rows=rows, reach=8).check(Kernel(), FORWARD).ok
+
+
+def test_reach_ends_where_memory_would():
+    wide = Problem("rms_norm", "forward", 1 << 17, 4096)
+    assert [rows for rows, _ in checks(wide, 0, 8)] == [3, 1031, 4096]

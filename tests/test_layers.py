@@ -21,7 +21,7 @@ LAYERS = {
     "judging": "verify bench estimate",
     "tuning": "evaluate pool worker serving sweep",
     "edge": "report progress commands cli",
-    "package": "tunegen",
+    "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
 

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 import pytest
 
 from tunegen import lookup
-from tunegen.lookup import StoredChoice, database_exists, find_winners
+from tunegen.lookup import StoredChoice, database_exists, find_rejected, find_winners
 from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
 from tunegen.silicon import of_arch
 from tunegen.store import Store
@@ -160,7 +160,7 @@ def test_half_a_sweep_says_so(path, state):
     assert [choice.half for choice in find(path)] == [state != "finished"]
 
 
-def test_alternatives_are_the_best_of_each_family_and_digest_in_the_order_of_winners(path):
+def test_all_others_follow_the_winner_best_first(path):
     write(
         path,
         trial(10.0, family="a", digest="edited since"),
@@ -170,7 +170,14 @@ def test_alternatives_are_the_best_of_each_family_and_digest_in_the_order_of_win
         trial(13.0, family="c", stage="final"),
     )
     found = [(choice.family, choice.digest) for choice in find(path)]
-    assert found == [("c", "d1"), ("a", "edited since"), ("b", "d1"), ("a", "new")]
+    assert found == [("c", "d1"), ("a", "edited since"), ("b", "d1"), ("a", "new"), ("a", "new")]
+
+
+def test_rejected_ones_are_known_whatever_the_row_count(path):
+    wrong = replace(trial(problem=replace(PROBLEM, rows=8), family="a"), state=TrialState.INCORRECT, measurement=None)
+    write(path, wrong, trial(family="b"))
+    assert find_rejected(path, HERE, PROBLEM, TRITON, PROTOCOL) == {("a", wrong.config.to_json(), wrong.digest)}
+    assert find_rejected(path, HERE, replace(PROBLEM, casting="llama"), TRITON, PROTOCOL) == set()
 
 
 def test_reader_and_view_agree_on_winners(path):

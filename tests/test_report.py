@@ -218,4 +218,4 @@ def test_bar_with_best_so_far_on_a_terminal():
     last = out.getvalue()
     assert "forward 1024x4096 bf16" in last
     assert "1/3" in last
-    assert f"best 9.00 us {TILES[1].label()}" in last
+    assert f"best 9.00 us {TILES[1].family}" in last

@@ -204,7 +204,8 @@ def test_candidate_that_fails_in_the_finals_loses_its_first_time(bench, fault, s
         found = [row for row in bench.rows(family="tile") if json.loads(row["parameters"]) == dict(BEST.parameters)]
         assert [(r["stage"], r["state"], r["us"]) for r in found] == [("screen", state, None), ("final", state, None)]
         assert "finals" in found[0]["reason"] or "exit code 8" in found[0]["reason"]
-    assert len(bench.gpu.lines("screen")) == len(ALL)
+    # A crash may have a cause that passes: it is tried again in the next sweep, a wrong result is not.
+    assert len(bench.gpu.lines("screen")) == len(ALL) + (state == "crashed")
 
 
 def test_crash_hang_and_poison_cost_their_candidates_only(bench, monkeypatch):

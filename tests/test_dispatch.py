@@ -1,0 +1,98 @@
+"""What answers a call: the ladder over a database of trials, and what never may, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tunegen import dispatch, render
+from tunegen.errors import RenderError
+from tunegen.model import PROTOCOL, Config, Measurement, Problem, Trial, TrialState
+from tunegen.silicon import of_arch
+from tunegen.space import load_space
+from tunegen.store import Store
+
+H200 = of_arch("sm_90")
+PROBLEM = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
+SPACE = load_space("rms_norm")
+DEFAULT = SPACE.default(PROBLEM, H200)
+FIRST, SECOND = SPACE.candidates(PROBLEM, H200, "persistent_partials")[:2]
+BASELINE = SPACE.candidates(PROBLEM, H200, "single_block")[0]
+
+
+def timed(config, us, **changes):
+    digest = changes.pop("digest", None) or dispatch.digest_today(PROBLEM, config)
+    measurement = Measurement(us, us / 10.0, 10.0, (us,), (10.0,))
+    return Trial(PROBLEM, config, TrialState.OK, digest=digest, measurement=measurement, **changes)
+
+
+def wrong(config, **changes):
+    found = replace(timed(config, 1.0), state=TrialState.INCORRECT, measurement=None)
+    return replace(found, **changes)
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Stores trials and returns what would answer, in order."""
+    path = tmp_path / "tune.db"
+    monkeypatch.setenv("TUNEGEN_DB", str(path))
+    monkeypatch.setattr(dispatch, "silicon_of", lambda index: H200)
+
+    def store(*trials):
+        with Store.open(path) as file:
+            sweep = file.begin_sweep(H200, {}, {}, 0)
+            for trial in trials:
+                file.add(sweep, trial, PROTOCOL, dispatch.triton_minor(), "")
+            file.finish_sweep(sweep)
+        return [choice.config for choice in dispatch._ladder(PROBLEM, dispatch.torch.device("cuda", 0))]
+
+    return store
+
+
+def test_measured_then_default_then_torch(answers):
+    assert answers(timed(SECOND, 20.0), timed(FIRST, 10.0)) == [FIRST, SECOND, DEFAULT, None]
+
+
+def test_torch_where_it_won(answers):
+    assert answers(timed(Config("torch"), 5.0, digest="-"), timed(FIRST, 10.0))[0] is None
+
+
+def test_what_the_gate_rejected_at_another_row_count_never_answers(answers):
+    elsewhere = replace(PROBLEM, rows=4096)
+    assert FIRST not in answers(timed(FIRST, 10.0), wrong(FIRST, problem=elsewhere))
+    assert answers(timed(SECOND, 20.0))[0] == SECOND
+
+
+def test_a_rejected_default_never_answers(answers):
+    assert answers(wrong(DEFAULT)) == [None]
+
+
+def test_what_was_rejected_before_its_template_changed_may_answer(answers):
+    assert answers(wrong(DEFAULT, digest="of an older text")) == [DEFAULT, None]
+
+
+def test_a_baseline_never_answers(answers):
+    assert answers(timed(BASELINE, 1.0)) == [DEFAULT, None]
+
+
+def test_a_changed_template_never_answers(answers):
+    assert answers(timed(FIRST, 1.0, digest="of an older text")) == [DEFAULT, None]
+
+
+@pytest.mark.parametrize("parameters", [{"BLOCK_SIZE": -1}, {"BLOCK_SIZE": 2**62}, {"ROWS": "; import os"}, {}])
+def test_a_hostile_row_costs_itself_alone(answers, parameters):
+    broken = timed(Config.of("persistent_partials", {**dict(FIRST.parameters), **parameters}), 1.0, digest="x")
+    assert (
+        answers(replace(broken, config=Config.of("../../etc/passwd", parameters)), broken, timed(FIRST, 9.0))[0]
+        == FIRST
+    )
+
+
+def test_a_broken_template_is_no_answer_and_no_error(answers, monkeypatch):
+    def fail(*_):
+        raise RenderError("no template")
+
+    trial = timed(FIRST, 1.0)
+    monkeypatch.setattr(render, "combined_digest", fail)
+    assert answers(trial)[0] != FIRST
