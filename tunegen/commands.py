@@ -36,23 +36,27 @@ def run_sweep(problems: Sequence[Problem], console: Console, options: dict[str, 
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     began = time.monotonic()
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
-        if target is None:
-            result = sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments)
-        else:
-            trials = sweep_target(store, problems, target, options["seed"], progress, arguments)
-    if target is None:
-        found, text = _measured(options["db"], problems, result, console)
-    else:
-        found, text = _estimated(trials, target, console)
+        try:
+            if target is None:
+                result = sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments)
+            else:
+                trials = sweep_target(store, problems, target, options["seed"], progress, arguments)
+        except KeyboardInterrupt:
+            console.print(f"interrupted; what was done is in {options['db']}, the same command goes on from there")
+            raise
+    found = (
+        _measured(options["db"], problems, result, console) if target is None else _estimated(trials, target, console)
+    )
     failures = progress.failures
+    seconds = time.monotonic() - began
     for line in report.failure_lines(failures):
         console.print(line, soft_wrap=True)
     database = str(options["db"].absolute())
     if options["as_json"]:
-        results = {"database": database, "results": found, "failures": report.failures_as_json(failures)}
-        click.echo(json.dumps({**results, "summary": text}, indent=2))
+        rest = {"database": database, "seconds": round(seconds, 1), "failures": report.failures_as_json(failures)}
+        click.echo(json.dumps({**found, **rest}, indent=2))
         return
-    console.print(f"{text} {time.monotonic() - began:.0f} s.", soft_wrap=True)
+    console.print(f"{found['summary']} {seconds:.0f} s.", soft_wrap=True)
     console.print(f"database: {database}", soft_wrap=True)
 
 
@@ -68,9 +72,8 @@ def _target(arch: str | None) -> Silicon | None:
         raise click.BadParameter(str(error), param_hint="--arch") from error
 
 
-def _measured(
-    db: Path, problems: Sequence[Problem], result: SweepResult, console: Console
-) -> tuple[list[dict[str, Any]], str]:
+def _measured(db: Path, problems: Sequence[Problem], result: SweepResult, console: Console) -> dict[str, Any]:
+    """Print what a sweep on a GPU found, and return it for JSON."""
     winners = {}
     for problem in problems:
         choices = stored_choices(db, problem, result.silicon)
@@ -80,10 +83,12 @@ def _measured(
     console.print(report.table(found))
     peak = f"at most {result.peak_bytes / 1e9:.2f} GB of its memory in use"
     console.print(f"GPU: {result.silicon.name}, {result.versions}, {peak}", soft_wrap=True)
-    return report.as_json(found), report.sentence(found)
+    machine = {"gpu": result.silicon.name, "versions": result.versions, "peak_memory_bytes": result.peak_bytes}
+    return {"machine": machine, "results": report.as_json(found), "summary": report.sentence(found)}
 
 
-def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> tuple[list[dict[str, Any]], str]:
+def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> dict[str, Any]:
+    """Print what a sweep without a GPU found, and return it for JSON."""
     console.print(report.estimated_table(trials))
     families = {(t.problem.direction, t.config.family) for t in trials}
     good = sum(t.state is TrialState.OK for t in trials)
@@ -100,9 +105,11 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> tu
             "candidate": t.config.label(),
             "estimate_us": t.estimate_us,
         }
-        for t in sorted((t for t in trials if t.estimate_us), key=lambda t: t.estimate_us or 0.0)
+        for t in sorted(
+            (t for t in trials if t.kind == "estimated" and t.estimate_us), key=lambda t: t.estimate_us or 0.0
+        )
     ]
-    return ranked, text
+    return {"machine": {"arch": target.arch}, "results": ranked, "summary": text}
 
 
 def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, Any]) -> None:
