@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunegen import dispatch, rms_norm
+from tunegen import dispatch, paths, rms_norm
 from tunegen.bench import FINAL_BLOCKS, Bench, Call
 from tunegen.dispatch import Key
 from tunegen.model import Problem, rows_bucket
@@ -145,7 +145,8 @@ def choice_of(direction: str, bench: Bench) -> str:
     rows, trains = rows_bucket(problem.rows), direction == "backward"
     key = Key("rms_norm", direction, problem.hidden, rows, dtype, dtype, "fp32", False, trains, bench.device.index)
     choice = dispatch.choose(key)
-    return f"{choice.config.label() if choice.config else 'torch'}; {choice.rung}"
+    rung = choice.rung.replace(str(paths.database()), paths.database().name)
+    return f"{choice.config.label() if choice.config else 'torch'}; {rung}"
 
 
 FIRST_CALL = """

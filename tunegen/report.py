@@ -39,7 +39,6 @@ class Line:
     over_compiled: float | None
     over_default: float | None
     scratch_bytes: int | None
-    trial: int | None = None
 
 
 def lines(finals: Sequence[Trial], winners: Mapping[Problem, Config], silicon: Silicon) -> list[Line]:
