@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tunegen import space as space_module
-from tunegen.errors import SearchSpaceError
+from tunegen.errors import SearchSpaceError, TunegenError
 from tunegen.model import Config, Problem, Silicon
 from tunegen.space import SearchSpace, load_space, triton_version
 
@@ -559,3 +559,17 @@ def test_check_of_a_structural_word(space: SearchSpace) -> None:
     for word in ("kept", "", "saved\n", 0):
         verdict = space.check(problem, H200, Config.of("single_block", {**good, "RSTD": word}))  # type: ignore[arg-type]
         assert verdict == f"single_block: RSTD is {word!r}, but may be saved, recomputed"
+
+
+def test_a_space_too_large_to_go_through_is_refused_at_once(tmp_path):
+    many = ", ".join(map(str, range(1, 50)))
+    lists = "\n".join(f"      P{i}: [{many}]" for i in range(6))
+    whole = GOOD[: GOOD.index("defaults:")]
+    path = write(tmp_path, whole.replace("      ROWS: [1, 2, 4]", f"      ROWS: [1, 2, 4]\n{lists}"))
+    with pytest.raises(TunegenError, match=r"combinations of .* at most 1000000 are tried"):
+        load_space("rms_norm", path).candidates(forward(64, 4), H200, "tile")
+
+
+def test_deep_nesting_is_one_clear_error(tmp_path):
+    with pytest.raises(SearchSpaceError, match="no YAML"):
+        load_space("rms_norm", write(tmp_path, "forward: " + "[" * 3000 + "]" * 3000))

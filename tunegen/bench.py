@@ -28,6 +28,8 @@ MAX_CALLS = 48
 REPLAY_SECONDS = 2e-3
 WARM_UP_SECONDS = 0.2
 SENTINEL_MOVED = 0.03
+SHARED_WORKSPACE = 256 << 20
+"""Bytes: more than four times any last-level cache of today's GPUs, so that it is cold again when its turn comes."""
 SCREEN_BLOCKS = 3
 FINAL_BLOCKS = 20
 
@@ -88,7 +90,9 @@ class Bench:
         return graphs[0] if statistics.median(times[0]) <= statistics.median(times[1]) else graphs[1]
 
     def call(self, variant: Variant) -> Call:
-        """Calls of a variant with workspace of its own for each set."""
+        """Calls of a variant with workspace of its own for each set, or one for all where that alone exceeds the
+        cache."""
+        shared = variant.plan(self.problem.rows).scratch_bytes() > SHARED_WORKSPACE
         workspace: dict[tuple[int, str], Tensor] = {}
         scalars = self.spec.scalars(self.problem)
         arguments: list[dict[str, Argument]] = [
@@ -96,12 +100,14 @@ class Bench:
         ]
 
         def run(i: int) -> None:
+            place = 0 if shared else i
+
             def allocate(name: str, scratch: Scratch) -> Tensor:
-                if (i, name) not in workspace:
-                    workspace[i, name] = variant.allocate(scratch)
+                if (place, name) not in workspace:
+                    workspace[place, name] = variant.allocate(scratch)
                 elif scratch.zero:
-                    workspace[i, name].zero_()
-                return workspace[i, name]
+                    workspace[place, name].zero_()
+                return workspace[place, name]
 
             variant(self.problem.rows, arguments[i], allocate)
 

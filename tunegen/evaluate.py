@@ -32,6 +32,7 @@ class Session:
         self.spec = op_spec(problem.op)
         self.problem, self.silicon, self.device = problem, silicon, device
         self.gate = Gate(self.spec, problem, device, seed, ROWS_REACH)
+        torch.cuda.empty_cache()  # the references took twice what is left of them
         self.bench = Bench(self.spec, problem, device, silicon.l2_bytes, silicon.sms, seed)
 
     def variants(self, config: Config) -> list[Variant]:

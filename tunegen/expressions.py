@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from .model import Value
 
 MAX_LENGTH = 500
 MAX_DEPTH = 60
+MAX_POINTS = 1_000_000
 ALLOWED = (
     "numbers, text, names, + - * / // %, comparisons, `in` a list, and/or/not, `a if c else b`, "
     "next_power_of_2(n), cdiv(a, b), min, max, clamp(x, low, high)"
@@ -112,6 +114,10 @@ def arranged(domains: Mapping[str, Domain]) -> dict[str, Domain]:
 def combinations(domains: Mapping[str, Domain], names: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
     """Every combination of arranged `domains`, computed parameters filled in."""
     free = {name: domain for name, domain in domains.items() if not isinstance(domain, Rule)}
+    if (size := math.prod(map(len, free.values()))) > MAX_POINTS:
+        raise ExpressionError(
+            f"{size} combinations of {listed(free)}, at most {MAX_POINTS} are tried: shorten the lists"
+        )
     for values in itertools.product(*free.values()):
         point = dict(zip(free, values, strict=True))
         for name, domain in domains.items():

@@ -31,6 +31,7 @@ class Server:
         self.session = None
         torch.cuda.empty_cache()
         self.session = Session(problem, self.facts.silicon, self.device, self.seed)
+        torch.cuda.empty_cache()
 
     def screen(self, config: Config, resources: Resources | None) -> Answer:
         """One trial."""
@@ -55,7 +56,12 @@ class Server:
                 torch.cuda.synchronize()
             except Exception as fault:
                 found, poisoned = (TrialState.CRASHED, first_line(fault)), True
-        return found, 0 if poisoned else torch.cuda.max_memory_reserved(), poisoned
+        if poisoned:
+            return found, 0, poisoned
+        peak = torch.cuda.max_memory_reserved()
+        # What a candidate's buffers leave behind seldom fits the next one's: kept, it added up to half as much again.
+        torch.cuda.empty_cache()
+        return found, peak, poisoned
 
 
 def versions(device: int) -> dict[str, str]:

@@ -248,7 +248,7 @@ def load_space(op: str, path: Path | None = None) -> SearchSpace:
 def _load(op: str, path: Path, changed: int) -> SearchSpace:
     try:
         node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
         raise SearchSpaceError(f"{path}:{line}: no YAML: {' '.join(str(error).split())}") from None
     top = _Entry(str(path), 1, "", node).mapping("forward|backward|defaults")

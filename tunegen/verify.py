@@ -94,19 +94,32 @@ class Gate:
     def _case(self, problem: Problem, seed: int) -> tuple[Problem, dict[str, Tensor], dict[str, _Bound]]:
         given = self.spec.inputs(problem, self.device, seed)
         truth = self.spec.expected(problem, given, torch.float64)
-        plain_dtype, outputs = DTYPES[problem.accumulate], self.spec.tensors(problem)
-        plain = self.spec.expected(problem, given, plain_dtype)
-        # Added up from the other end too: a right kernel need not be as lucky as torch is with one order.
-        mirrored = self.spec.expected(problem, {n: _mirror(t) for n, t in given.items()}, plain_dtype)
+        # Added up from the other end too: a right kernel need not be as lucky as torch is with one order. One after the
+        # other, since each is as large as all the inputs.
+        plain = self._plain(problem, given, truth, mirrored=False)
+        other = self._plain(problem, given, truth, mirrored=True)
+        outputs = self.spec.tensors(problem)
         found = {}
         for name, want in truth.items():
             dtype = outputs[name].dtype
-            off = deviation(plain[name].value.to(DTYPES[dtype]), want, dtype)
-            other = deviation(_mirror(mirrored[name].value).to(DTYPES[dtype]), want, dtype)
+            largest = max(plain[name].largest, other[name].largest)
             floor = FP64_FLOOR_ULP if dtype == "fp64" else outputs[name].floor_ulp
-            typical = TYPICAL_FACTOR * off.typical + TYPICAL_FLOOR_ULP if dtype in ("bf16", "fp16") else math.inf
-            found[name] = _Bound(want, max(floor, BUDGET_FACTOR * max(off.largest, other.largest)), typical)
+            rounded = dtype in ("bf16", "fp16")
+            typical = TYPICAL_FACTOR * plain[name].typical + TYPICAL_FLOOR_ULP if rounded else math.inf
+            found[name] = _Bound(want, max(floor, BUDGET_FACTOR * largest), typical)
         return problem, given, found
+
+    def _plain(
+        self, problem: Problem, given: Mapping[str, Tensor], truth: Mapping[str, Expected], *, mirrored: bool
+    ) -> dict[str, Deviation]:
+        """How far plain torch is off in the accumulation dtype, rounded to that of each output."""
+        outputs = self.spec.tensors(problem)
+        inputs = {name: _mirror(tensor) for name, tensor in given.items()} if mirrored else dict(given)
+        found = {}
+        for name, got in self.spec.expected(problem, inputs, DTYPES[problem.accumulate]).items():
+            value = got.value.to(DTYPES[outputs[name].dtype])
+            found[name] = deviation(_mirror(value) if mirrored else value, truth[name], outputs[name].dtype)
+        return found
 
     def check(self, run: Runner, outputs: frozenset[str]) -> Verdict:
         """Run a candidate that writes `outputs` on every case, each time with its own buffers: inputs between guards of

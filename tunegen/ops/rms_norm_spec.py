@@ -119,23 +119,35 @@ def inputs(problem: Problem, device: torch.device, seed: int) -> dict[str, Tenso
 def expected(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
     """Outputs by name, computed in `dtype` and not rounded."""
     step = max(1, CHUNK_ELEMENTS // problem.hidden)
-    parts = []
+    whole: dict[str, Expected] = {}
     for start in range(0, problem.rows, step):
         rows = {name: t if name == "w" else t[start : start + step] for name, t in given.items()}
-        parts.append(_expected_rows(problem, rows, dtype))
-    return {name: _join(name, [part[name] for part in parts]) for name in parts[0]}
+        for name, part in _expected_rows(problem, rows, dtype).items():
+            if name == "dw":
+                whole[name] = _sum(whole[name], part) if start else part
+            else:
+                whole.setdefault(name, _room(part, problem.rows))
+                _put(whole[name], part, start)
+    return whole
 
 
-def _join(name: str, parts: list[Expected]) -> Expected:
-    """dw is a sum over rows, every other output has a part for each."""
-    columns = [[t for t in column if t is not None] for column in zip(*parts, strict=True)]
-    if name == "dw":
-        value, slack = (torch.stack(c).sum(0) if c else None for c in columns[:2])
-        assert value is not None
-        return Expected(value, slack)
-    value, slack, scale = (torch.cat(c) if c else None for c in columns)
+def _sum(one: Expected, other: Expected) -> Expected:
+    """dw is a sum over rows."""
+    slack = None if one.slack is None or other.slack is None else one.slack + other.slack
+    return Expected(one.value + other.value, slack)
+
+
+def _room(part: Expected, rows: int) -> Expected:
+    """Memory for all rows of what `part` is some rows of: joined in the end, the parts would take it twice."""
+    value, slack, scale = (None if t is None else t.new_empty(rows, *t.shape[1:]) for t in part)
     assert value is not None
     return Expected(value, slack, scale)
+
+
+def _put(whole: Expected, part: Expected, start: int) -> None:
+    for target, source in zip(whole, part, strict=True):
+        if target is not None and source is not None:
+            target[start : start + len(source)] = source
 
 
 def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
