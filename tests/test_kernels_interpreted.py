@@ -22,6 +22,7 @@ from kernel_cases import (
 )
 
 from tunegen.model import Config, Problem, Silicon
+from tunegen.ops import rms_norm_spec
 
 pytestmark = pytest.mark.interpreter
 
@@ -101,6 +102,15 @@ def test_every_shape(template: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_rows_further_apart_than_n(template: str, shape: tuple[int, int]) -> None:
     check_all(template, shape, "fp32", "fp32", count=2, apart={"x": 13, "dy": 5})
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_another_eps_and_offset_than_is_tuned_with(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate of a sweep knows one eps and one offset: a kernel with those written into it would pass there."""
+    monkeypatch.setattr(rms_norm_spec, "EPS", 1e-2)
+    monkeypatch.setattr(rms_norm_spec, "OFFSET", 0.5)
+    monkeypatch.setattr(rms_norm_spec.constants, "__defaults__", (0.5,))
+    check_all(template, (5, 100), "fp32", "fp32", offset=True)
 
 
 @pytest.mark.parametrize("hidden", [1, 9, 33])
