@@ -468,3 +468,11 @@ def test_families_names_choices_and_rules(tmp_path, monkeypatch):
         "num_warps: 1, 2, 4, 8, 16",
         "B: =2*N",
     ]
+
+
+def test_bytes_that_are_no_text_are_one_line(tmp_path, db):
+    command = [sys.executable, "-m", "tunegen", "show", "trials", "--db", os.fsencode(db), "--family", b"\xff"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1

@@ -30,7 +30,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except TunegenError as error:
+        except (TunegenError, UnicodeError) as error:  # an argument may hold bytes that are no text
             click.echo(f"tunegen: {' '.join(str(error).splitlines())}", err=True)
             ctx.exit(2)
 

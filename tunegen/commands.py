@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -34,6 +35,7 @@ def run_sweep(problems: Sequence[Problem], console: Console, options: dict[str, 
     arguments = {k: str(v) for k, v in options.items()}
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to stop: as orderly as Ctrl-C
     began = time.monotonic()
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
