@@ -137,19 +137,17 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """A row of the database as text, by column; a column that is empty in all rows is not shown."""
-    config = " ".join([row["family"], *_pairs(row["parameters"])])
     numbers = {name: "" if row[name] is None else f"{row[name]:.3f}" for name in ("us", "score", "estimate_us")}
     plain = {name: str(row.get(name, "")) for name in ("state", "stage", "reason")} if "place" not in row else {}
     half = {"of half a sweep": "yes" if row.get("half") else ""}
-    problem = problem_of(row)
-    stale = row["family"] not in (TORCH_FAMILY, COMPILED.family) and row["digest"] != digest_today(
-        problem, config_of(row)
-    )
+    problem, config = _problem(row), _config(row)
+    kernel = row["family"] not in (TORCH_FAMILY, COMPILED.family)
+    stale = kernel and (config is None or row["digest"] != digest_today(problem, config))
     return {
         **{name: str(row[name]) for name in ("direction", "rows", "hidden")},
         "dtype": row["x_dtype"],
         "contract": ", ".join(problem.contract()),
-        "config": config,
+        "config": config.label() if config else f"{row['family']} {row['parameters']}",
         "kind": row["kind"],
         **numbers,
         **plain,
@@ -159,43 +157,32 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def problem_of(row: dict[str, Any]) -> Problem:
+def _problem(row: dict[str, Any]) -> Problem:
     """The problem of a row of the database."""
     values = {field.name: row[field.name] for field in fields(Problem)}
     values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual")}
     return Problem(**{**values, "weight_dtype": row["weight_dtype"] or None})
 
 
-def config_of(row: dict[str, Any]) -> Config:
-    """The config of a row of the database; without parameters where they cannot be read."""
+def _config(row: dict[str, Any]) -> Config | None:
+    """The config of a row of the database; None where its parameters are no JSON object."""
     try:
         return Config.of(row["family"], json.loads(row["parameters"]))
     except (ValueError, AttributeError):
-        return Config(row["family"])
-
-
-def _pairs(parameters: str) -> list[str]:
-    """The parameters as NAME=VALUE, or as they stand if they are no JSON object."""
-    try:
-        return [f"{name}={value}" for name, value in json.loads(parameters).items()]
-    except (ValueError, AttributeError):
-        return [parameters]
+        return None
 
 
 def render_kernel(
     problem: Problem, given: tuple[str, dict[str, Value]] | None, db: Path, arch: str | None, *, save_rstd: bool
 ) -> tuple[str, str]:
     """What is rendered in one line, and the text of its kernel file: `given`, else what would be launched."""
-    from .render import render
+    from .render import rendering
 
-    spec = op_spec(problem.op)
     config, origin = _given(problem, *given) if given else _launched(problem, db, arch)
     if config is None or config.family == TORCH_FAMILY:
         raise TunegenError(f"{problem.label()} is answered by torch's own op; name a family to see its kernel")
-    renderings = spec.flags(problem, config)
-    flags = next((f for f in renderings if f.get("save_rstd", save_rstd) == save_rstd), renderings[0])
-    text = render(problem.op, f"{problem.direction}_{config.family}", flags).text
-    return f"{problem.label()}: {config.label()} ({origin})", text
+    source = rendering(problem, config, op_spec(problem.op), save_rstd=save_rstd)
+    return f"{problem.label()}: {config.label()} ({origin})", source.text
 
 
 def _given(problem: Problem, family_name: str, parameters: dict[str, Value]) -> tuple[Config, str]:

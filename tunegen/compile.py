@@ -113,12 +113,12 @@ def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: S
     """
     from triton.backends.compiler import GPUTarget
 
-    from .render import render
+    from .render import renderings
 
     target = GPUTarget("cuda", silicon.capability, 32)
     worst: Resources | None = None
-    for number, flags in enumerate(spec.flags(problem, config)):
-        module = load(render(spec.name, f"{problem.direction}_{config.family}", flags))
+    for number, source in enumerate(renderings(problem, config, spec)):
+        module = load(source)
         plan = make_plan(module, config, problem.hidden, problem.rows, silicon.sms)
         for launch in plan.launches:
             classes = expected_classes(spec, problem, config, plan, launch)

@@ -74,13 +74,11 @@ class Choice:
 
     def _bind(self, save_rstd: bool, offset: float) -> Variant:
         from .ops import op_spec
-        from .render import render
+        from .render import rendering
 
         assert self.config is not None
         spec = op_spec(self.problem.op)
-        renderings = spec.flags(self.problem, self.config)
-        flags = next(f for f in renderings if f.get("save_rstd", save_rstd) == save_rstd)
-        source = render(self.problem.op, f"{self.problem.direction}_{self.config.family}", flags)
+        source = rendering(self.problem, self.config, spec, save_rstd=save_rstd)
         constants = spec.constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)
@@ -144,27 +142,30 @@ def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
     from .space import load_space
 
     silicon, path = silicon_of(device.index), paths.database()
-    for config, stored in stored_choices(path, problem, silicon):
+    wrong = rejected(path, problem, silicon)
+    for config, stored in stored_choices(path, problem, silicon, wrong):
         half = ", from an unfinished sweep" if stored.half else ""
         rung = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
         yield Choice(problem, None if config.family == TORCH_FAMILY else config, rung, device)
-    space = load_space(problem.op)
-    default = space.default(problem, silicon)
-    if default is not None and not rejected(path, problem, silicon)(default):
+    default = load_space(problem.op).default(problem, silicon)
+    if default is not None and not wrong(default):
         yield Choice(problem, default, "built-in default", device)
     yield Choice(problem, None, "torch: no default fits", device)
 
 
-def stored_choices(path: Path, problem: Problem, silicon: Silicon) -> Iterator[tuple[Config, StoredChoice]]:
+def stored_choices(
+    path: Path, problem: Problem, silicon: Silicon, wrong: Callable[[Config], bool] | None = None
+) -> Iterator[tuple[Config, StoredChoice]]:
     """What the database at `path` has for this problem on this silicon, nearest row count and then best first.
 
     What is read is checked: the config must be valid in today's search space and no baseline there, the kernel text
-    must be the one that was timed, and the gate must not have found it wrong at another row count.
+    must be the one that was timed, and the gate must not have found it wrong at another row count (`wrong`, the test
+    that `rejected` returns, if the caller has it already).
     """
     from .lookup import find_winners
     from .space import load_space
 
-    space, wrong = load_space(problem.op), rejected(path, problem, silicon)
+    space, wrong = load_space(problem.op), wrong or rejected(path, problem, silicon)
     found = find_winners(path, silicon, problem, triton_minor(), PROTOCOL)
     for stored in sorted(found, key=lambda choice: abs(math.log2(choice.rows / problem.rows))):
         if max(stored.rows / problem.rows, problem.rows / stored.rows) > ROWS_REACH:

@@ -16,7 +16,7 @@ from .errors import CompileError
 from .launch import Variant
 from .model import TORCH_FAMILY, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
-from .render import combined_digest, render
+from .render import combined_digest, renderings
 from .verify import Gate, Verdict, variant_runner
 
 TORCH = Config(TORCH_FAMILY)
@@ -38,17 +38,9 @@ class Session:
     def variants(self, config: Config) -> list[Variant]:
         """Every rendering that may be launched for `config`; the first is the one that is timed."""
         constants = self.spec.constants(self.problem)
-        template = f"{self.problem.direction}_{config.family}"
         return [
-            Variant(
-                render(self.problem.op, template, flags),
-                config,
-                constants,
-                self.problem.accumulate,
-                self.device,
-                self.silicon.sms,
-            )
-            for flags in self.spec.flags(self.problem, config)
+            Variant(source, config, constants, self.problem.accumulate, self.device, self.silicon.sms)
+            for source in renderings(self.problem, config, self.spec)
         ]
 
     def screen(self, config: Config, resources: Resources | None) -> Trial:

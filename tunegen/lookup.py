@@ -79,7 +79,8 @@ def find_rejected(
 
 
 def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], query: str) -> list[tuple[Any, ...]]:
-    """Raw rows with text as bytes: one that is no UTF-8 must not fail the query. None where there is no sound file."""
+    """Raw rows with text as bytes, since one that is no UTF-8 must not fail the query; [] from a file that is not
+    sound."""
     if not database_exists(path):
         return []
     key = key | {name: _plain(getattr(problem, name)) for name in _PROBLEM}

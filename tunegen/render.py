@@ -125,9 +125,20 @@ def _private_folder(reason: str) -> Path:
     return Path(folder)
 
 
+def renderings(problem: Problem, config: Config, spec: OpSpec) -> list[KernelSource]:
+    """Every kernel file that may be launched for `config`; the first is the one that is timed. Raises RenderError."""
+    template = f"{problem.direction}_{config.family}"
+    return [render(spec.name, template, flags) for flags in spec.flags(problem, config)]
+
+
+def rendering(problem: Problem, config: Config, spec: OpSpec, *, save_rstd: bool) -> KernelSource:
+    """The one that is launched: forward with or without rstd saved for backward; backward has no choice."""
+    found = renderings(problem, config, spec)
+    return next(source for source in found if source.flags.get("save_rstd", save_rstd) == save_rstd)
+
+
 def combined_digest(problem: Problem, config: Config, spec: OpSpec) -> str:
     """One digest over every rendering that may be launched for `config`: a change in any of them makes its timings
     stale."""
-    template = f"{problem.direction}_{config.family}"
-    parts = [render(spec.name, template, flags).digest for flags in spec.flags(problem, config)]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+    digests = " ".join(source.digest for source in renderings(problem, config, spec))
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]

@@ -11,13 +11,14 @@ from .dispatch import digest_today, triton_minor
 from .errors import WorkerError
 from .estimate import estimate_us
 from .evaluate import COMPILED, TORCH
+from .migrations import StoredTrial
 from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .pool import Compile, CompilePool, Outcome, compile_candidate
-from .render import render
+from .render import renderings
 from .sampler import FamilySampler, Sampler
 from .space import load_space
-from .store import Store
+from .store import VERSIONS, Store
 from .worker import STOP_SECONDS, Worker, installed_versions
 
 BATCH = 16
@@ -57,11 +58,13 @@ class Context:
         self.listener.trial(trial)
         return trial
 
-    def stored(self, problem: Problem, kind: str) -> dict[tuple[str, str, str, str], Any]:
-        """Trials of this problem in the database, whose unfinished sweeps' ones become part of this sweep."""
-        found = self.store.seen(self.silicon, problem, triton_minor(), PROTOCOL, kind)
+    def standing(self, problem: Problem) -> list[Trial]:
+        """Trials of this problem in the database that stand; those of unfinished sweeps become part of this sweep."""
+        found: dict[Any, StoredTrial] = {}
+        for kind in ("measured", "baseline"):
+            found |= self.store.seen(self.silicon, problem, triton_minor(), PROTOCOL, kind)
         self.store.adopt(self.sweep_id, found.values())
-        return found
+        return [trial for trial in found.values() if is_current(trial, self.silicon)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def sweep_gpu(
     with worker or Worker(0, seed) as worker:
         listener.stage("starting the measuring process", 0)
         facts = worker.start()
-        versions = {k: v for k, v in facts.versions.items() if k in ("tunegen", "torch", "triton", "driver")}
+        versions = {k: v for k, v in facts.versions.items() if k in VERSIONS}
         sweep_id = store.begin_sweep(facts.silicon, arguments, versions, seed)
         with CompilePool(facts.silicon, compile_one=compile_one) as pool:
             context = Context(store, sweep_id, facts.silicon, facts.versions, pool, listener, seed, budget)
@@ -126,13 +129,9 @@ def per_problem(
 def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
     """Screen one problem's candidates; returns the shortlist, best first, torch and the built-in default included."""
     worker.open(problem)
-    stored = context.stored(problem, "measured") | context.stored(problem, "baseline")
-    sampler = make_sampler(context, problem, stored)
-    done = {
-        trial.config: trial
-        for key, trial in stored.items()
-        if is_current(trial, context.silicon) and key[3] == "screen"
-    }
+    standing = context.standing(problem)
+    sampler = make_sampler(context, problem, standing)
+    done = {trial.config: trial for trial in standing if trial.stage == "screen"}
     context.listener.stage(problem.label(), sampler.total + (TORCH not in done))
     if TORCH not in done:
         done[TORCH] = context.save(worker.screen(TORCH, None))
@@ -187,12 +186,11 @@ def is_current(trial: Trial, silicon: Silicon) -> bool:
     return trial.digest == digest_today(trial.problem, trial.config)
 
 
-def make_sampler(context: Context, problem: Problem, stored: Mapping[Any, Trial]) -> Sampler:
-    """The sampler of a problem; it starts with the built-in default and with what is stored."""
+def make_sampler(context: Context, problem: Problem, standing: Sequence[Trial]) -> Sampler:
+    """The sampler of a problem; it starts with the built-in default and with the trials that stand."""
     space = load_space(problem.op)
     default = space.default(problem, context.silicon)
-    current = [t for t in stored.values() if is_current(t, context.silicon)]
-    seen = {t.config: t.measurement.score if t.measurement else None for t in current}
+    seen = {t.config: t.measurement.score if t.measurement else None for t in standing}
     families: dict[str, FamilySampler] = {}
     for family in space.families(problem, context.silicon):
         candidates = space.candidates(problem, context.silicon, family.name)
@@ -222,8 +220,7 @@ def final(context: Context, worker: Worker, problem: Problem, finalists: Sequenc
 
     A finalist that fails this time loses the time of its screening too: it is right or whole by luck.
     """
-    stored = context.stored(problem, "measured") | context.stored(problem, "baseline")
-    done = {t.config: t for key, t in stored.items() if key[3] == "final" and is_current(t, context.silicon)}
+    done = {trial.config: trial for trial in context.standing(problem) if trial.stage == "final"}
     if {t.config for t in finalists} <= done.keys():
         return list(done.values())
     context.listener.stage(f"finals of {problem.label()}", len(finalists) + 1)
@@ -278,7 +275,7 @@ def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
         if not isinstance(outcome, Resources):
             yield replace(trial, state=outcome[0], reason=outcome[1])
             continue
-        source = render(spec.name, f"{problem.direction}_{config.family}", spec.flags(problem, config)[0])
+        source, *_ = renderings(problem, config, spec)
         plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
         us = estimate_us(spec, problem, config, plan, outcome, silicon)
         yield replace(trial, resources=outcome, scratch_bytes=plan.scratch_bytes(), estimate_us=us)

@@ -180,11 +180,6 @@ def checks(problem: Problem, seed: int, reach: int) -> list[tuple[int, int]]:
     return list(zip(counts, itertools.accumulate(counts, initial=seed), strict=False))
 
 
-def error_ulp(got: Tensor, want: Expected, dtype: str) -> float:
-    """The largest error of `deviation`."""
-    return deviation(got, want, dtype).largest
-
-
 def deviation(got: Tensor, want: Expected, dtype: str) -> Deviation:
     """|got - want| in ulp of `dtype` at max(|want|, scale), after taking off the slack."""
     floor = want.value.abs().mean() if want.scale is None else want.scale.abs()
