@@ -73,18 +73,17 @@ class Bench:
 
     def _sentinel(self) -> Timed:
         """Forward: the faster of `copy_` and a Triton copy; backward: an addition, two reads and a write."""
+        tensors, rows = self.tensors, self.problem.rows  # kept in place of self: a cycle would outlive the problem
         if self.problem.direction == "backward":
-            return self.capture(
-                lambda i: torch.add(self.tensors[i]["x"], self.tensors[i]["dy"], out=self.tensors[i]["dx"])
-            )
+            return self.capture(lambda i: torch.add(tensors[i]["x"], tensors[i]["dy"], out=tensors[i]["dx"]))
         config = Config.of("copy", {"BLOCK_SIZE": 4096, "num_warps": 8})
         constants = {"N": self.problem.hidden}
         copy = Variant(
             render("sentinel", "forward_copy", {}), config, constants, self.problem.accumulate, self.device, self.sms
         )
         graphs = [
-            self.capture(lambda i: self.tensors[i]["y"].copy_(self.tensors[i]["x"])),
-            self.capture(lambda i: copy(self.problem.rows, {f"{n}_ptr": self.tensors[i][n] for n in ("x", "y")})),
+            self.capture(lambda i: tensors[i]["y"].copy_(tensors[i]["x"])),
+            self.capture(lambda i: copy(rows, {f"{n}_ptr": tensors[i][n] for n in ("x", "y")})),
         ]
         times = self.time(graphs, 5)
         return graphs[0] if statistics.median(times[0]) <= statistics.median(times[1]) else graphs[1]
