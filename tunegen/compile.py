@@ -81,7 +81,10 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     try:
         return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
     except OSError as error:
-        raise BuildError(f"cannot compile {kernel.__name__}: {error}; free or set TRITON_CACHE_DIR") from error
+        cache = triton.knobs.cache.dir  # a disk that is full has no file name in its error
+        raise BuildError(
+            f"cannot compile {kernel.__name__} into {cache}: {error}; free space there or set TRITON_CACHE_DIR"
+        ) from error
     except Exception as error:  # Triton raises a dozen types here, RuntimeError and AssertionError among them
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
 

@@ -89,7 +89,9 @@ def write(source: KernelSource) -> Path:
         if not path.exists() or path.read_bytes() != text:
             _replace(path, text)
     except OSError as error:
-        raise BuildError(f"cannot write the rendered kernel {path}: {error}; set TUNEGEN_BUILD") from error
+        raise BuildError(
+            f"cannot write the rendered kernel {path}: {error}; free space there or set TUNEGEN_BUILD"
+        ) from error
     return path
 
 
@@ -119,7 +121,10 @@ def _build_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def _private_folder(reason: str) -> Path:
-    folder = tempfile.mkdtemp(prefix="tunegen-build-")
+    try:
+        folder = tempfile.mkdtemp(prefix="tunegen-build-")
+    except OSError as error:
+        raise BuildError(f"cannot keep rendered kernels ({reason}), nor for now: {error}; set TUNEGEN_BUILD") from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     LOG.warning("cannot keep rendered kernels (%s): using %s for now; set TUNEGEN_BUILD", reason, folder)
     return Path(folder)

@@ -1,0 +1,171 @@
+"""Rendered kernels and Triton's compile cache on a disk that is full or closed: one error with path and remedy."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from fake_gpu import H200
+from helpers import assert_right, draw, exact, interpret_kernels, run, weight_of
+from test_cli import SWEEP, process
+
+from tunegen import dispatch
+from tunegen import render as rendering
+from tunegen.compile import compile_candidate, load
+from tunegen.errors import BuildError
+from tunegen.model import Config, Problem
+from tunegen.ops import op_spec
+from tunegen.store import Store
+
+SPEC = op_spec("rms_norm")
+PROBLEM = Problem("rms_norm", "forward", 256, 4)
+CONFIG = Config.of("single_block", {"BLOCK_SIZE": 256, "ROWS": 1, "num_warps": 1})
+SOURCE = rendering.renderings(PROBLEM, CONFIG, SPEC)[0]
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """An empty build folder of the test's own; no temporary one of an earlier test is remembered."""
+    monkeypatch.setenv("TUNEGEN_BUILD", str(tmp_path / "build"))
+    rendering._private_folder.cache_clear()
+    yield tmp_path / "build"
+    rendering._private_folder.cache_clear()
+
+
+def file_of(source):
+    """Where the kernel's file lies; it is not left there."""
+    path = rendering.write(source)
+    path.unlink()
+    return path
+
+
+# Rendered kernels
+
+
+def test_full_build_folder_is_an_error_with_path_and_remedy(build, monkeypatch):
+    path = file_of(SOURCE)
+    assert path.parent == build
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", full)
+        with pytest.raises(BuildError) as caught:
+            load(SOURCE)
+    assert str(caught.value) == (
+        f"cannot write the rendered kernel {path}: [Errno 28] No space left on device; "
+        "free space there or set TUNEGEN_BUILD"
+    )
+    assert list(build.iterdir()) == [], "half a file is left behind"
+    assert rendering.write(SOURCE).read_text() == SOURCE.text, "and goes on once there is space"
+
+
+def test_kernel_file_that_is_a_folder_is_an_error_with_path_and_remedy(build):
+    path = file_of(SOURCE)
+    path.mkdir()
+    with pytest.raises(BuildError, match=rf"kernel {path}: .*Is a directory.*set TUNEGEN_BUILD"):
+        rendering.write(SOURCE)
+
+
+def test_build_folder_that_is_a_file_gives_way_to_a_temporary_one_and_says_so_once(build, caplog):
+    build.write_text("mine")
+    found = [rendering.write(SOURCE) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0].read_text() == SOURCE.text
+    assert found[0].parent.parent == Path(tempfile.gettempdir())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(build) in said
+    assert str(found[0].parent) in said
+    assert said.endswith("set TUNEGEN_BUILD")
+    assert build.read_text() == "mine"
+
+
+def test_no_build_folder_and_no_temporary_one_is_an_error_with_path_and_remedy(build, monkeypatch):
+    build.write_text("mine")
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(BuildError, match=rf"File exists: '{build}'.* No space left on device; set TUNEGEN_BUILD"):
+        rendering.write(SOURCE)
+
+
+@pytest.mark.compiler
+def test_command_says_it_in_one_line_and_blames_no_candidate(build, tmp_path):
+    path = file_of(SOURCE)
+    path.mkdir()
+    found = process(*SWEEP, "--rows", "4", "--db", tmp_path / "tune.db", TUNEGEN_BUILD=str(build))
+    assert found.returncode == 2
+    (told,) = found.stderr.splitlines()
+    assert told.startswith(f"tunegen: cannot write the rendered kernel {path}: ")
+    assert told.endswith("; free space there or set TUNEGEN_BUILD")
+    with Store.read(tmp_path / "tune.db") as store:
+        assert store.trials() == []
+
+
+@pytest.mark.interpreter
+def test_op_runs_in_torch_and_says_why(build, monkeypatch, caplog):
+    """A full disk costs a caller speed, and no result."""
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(os, "replace", full)
+    x, w, dy = draw(3, 64), weight_of(64), draw(3, 64, seed=2)
+    with caplog.at_level(logging.WARNING, "tunegen"):
+        got = run(x, w, dy)
+    dispatch.forget()
+    assert_right(got, exact(x, w, dy), x, w)
+    said = [record.getMessage() for record in caplog.records]
+    assert {s.split()[0] for s in said} == {"forward", "backward"}
+    assert all("No space left on device; free space there or set TUNEGEN_BUILD" in s for s in said)
+
+
+# Triton's compile cache
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def compiled():
+    return compile_candidate(SPEC, PROBLEM, CONFIG, H200)
+
+
+@pytest.mark.compiler
+def test_compile_cache_that_is_a_file_is_an_error_with_path_and_remedy(cache):
+    cache.write_text("mine")
+    with pytest.raises(
+        BuildError, match=rf"forward_single_block into {cache}: .*Not a directory.*set TRITON_CACHE_DIR"
+    ):
+        compiled()
+    assert cache.read_text() == "mine"
+
+
+@pytest.mark.compiler
+def test_full_compile_cache_is_an_error_with_path_and_remedy(cache, monkeypatch):
+    """That error of the system names no file."""
+    from triton.runtime.cache import FileCacheManager
+
+    with monkeypatch.context() as disk:
+        disk.setattr(FileCacheManager, "put", full)
+        with pytest.raises(BuildError) as caught:
+            compiled()
+    assert str(caught.value) == (
+        f"cannot compile forward_single_block into {cache}: [Errno 28] No space left on device; "
+        "free space there or set TRITON_CACHE_DIR"
+    )
+    assert compiled().registers > 0, "and goes on once there is space"
+
+
+@pytest.mark.compiler
+def test_command_says_of_the_compile_cache_in_one_line_and_blames_no_candidate(cache, tmp_path):
+    cache.write_text("mine")
+    found = process(*SWEEP, "--rows", "4", "--db", tmp_path / "tune.db")
+    assert found.returncode == 2
+    (told,) = found.stderr.splitlines()
+    assert told.startswith(f"tunegen: cannot compile forward_single_block into {cache}: ")
+    assert told.endswith("; free space there or set TRITON_CACHE_DIR")
+    with Store.read(tmp_path / "tune.db") as store:
+        assert store.trials() == []
