@@ -18,6 +18,7 @@ from pathlib import Path
 from tunegen import paths
 from tunegen.errors import CompileError, WorkerError
 from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
+from tunegen.pool import compile_candidate
 from tunegen.silicon import of_arch
 from tunegen.worker import Facts, Worker
 
@@ -63,6 +64,10 @@ def make_resources(folder: Path) -> Path:
     return folder
 
 
+def template_of(config: Config, package: Path | str) -> Path:
+    return Path(package) / "templates" / "rms_norm" / f"forward_{config.family}.py.jinja"
+
+
 def us_of(problem: Problem, config: Config) -> float:
     """The made-up time: 10 to 20 us for a config of a template, the same whenever and wherever it is asked for."""
     if not config.parameters:
@@ -78,12 +83,14 @@ def measurement(us: float, blocks: int = 3) -> Measurement:
 @dataclass
 class FakeGpu:
     """`faults` says by label of a config what comes of it instead of a time, and of a problem what comes of opening it.
-    `us` sets times by label. The file `log` gets a line for each thing that is done, with the process that did it."""
+    `us` sets times by label. The file `log` gets a line for each thing that is done, with the process that did it.
+    With `package`, trials have the digest of the templates there, as the measuring process finds them."""
 
     log: str
     faults: dict[str, str] = field(default_factory=dict)
     us: dict[str, float] = field(default_factory=dict)
     opened: Problem = PROBLEM
+    package: str = ""
 
     def worker(self, seed: int = 0) -> Worker:
         return Worker(0, seed, self.serve)
@@ -103,8 +110,11 @@ class FakeGpu:
 
     def open(self, problem: Problem) -> WorkerError | None:
         self.note(f"open {problem.label()}")
-        if fault := self.faults.get(problem.label()):
-            return WorkerError("OutOfMemoryError: 2 TiB") if fault == "out of memory" else os._exit(4)
+        fault = self.faults.get(problem.label(), "")
+        if fault == "out of memory" or (fault == "out of memory in finals" and len(self.lines("start")) > 1):
+            return WorkerError("OutOfMemoryError: 2 TiB")
+        if fault == "exit":
+            os._exit(4)
         self.opened = problem
         return None
 
@@ -122,8 +132,10 @@ class FakeGpu:
             return (TrialState.RUNTIME, fault), 0, False
         if fault == "wrong":
             return replace(trial, state=TrialState.INCORRECT, reason="y: half of each row is NaN"), 2000, False
+        if fault == "edits its template":
+            template_of(config, self.package).write_text("EDITED = {{ save_rstd }}\n")
         self.note(f"screen {self.opened.label()} {config.label()}")
-        return replace(trial, measurement=measurement(self.time_of(config))), 1000, False
+        return replace(trial, digest=self.digest(config), measurement=measurement(self.time_of(config))), 1000, False
 
     def finals(self, trials: list[Trial]):
         for trial in trials:
@@ -132,10 +144,24 @@ class FakeGpu:
         good = [t for t in trials if self.faults.get(t.config.label()) != "wrong in finals"]
         self.note(f"finals {self.opened.label()} " + ", ".join(t.config.label() for t in good))
         return (
-            [replace(t, stage="final", measurement=measurement(self.time_of(t.config), 20)) for t in good],
+            [self.final(t) for t in good],
             3000,
             False,
         )
+
+    def final(self, trial: Trial) -> Trial:
+        found = measurement(self.time_of(trial.config), 20)
+        return replace(trial, stage="final", digest=self.digest(trial.config) or trial.digest, measurement=found)
+
+    def digest(self, config: Config) -> str:
+        """Of the text that this process launches."""
+        if not self.package or not config.parameters:
+            return ""
+        from tunegen.ops import op_spec
+        from tunegen.render import combined_digest
+
+        paths.PACKAGE = Path(self.package)
+        return combined_digest(self.opened, config, op_spec(self.opened.op))
 
     def time_of(self, config: Config) -> float:
         return self.us.get(config.label()) or us_of(self.opened, config)
@@ -150,6 +176,9 @@ class FakeGpu:
             time.sleep(600)
         if fault == "too large":
             raise CompileError("tile_kernel: OutOfResources: shared memory")
+        if fault == "compiles in earnest":
+            paths.PACKAGE = Path(self.package)
+            return compile_candidate(problem, config, silicon)
         return Resources(32, 64 if fault == "spills" else 0, 1024, "binary")
 
     def note(self, line: str) -> None:

@@ -12,15 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_gpu import DEFAULT, H200, OLD, PROBLEM, TILES, VERSIONS, FakeGpu, make_resources, us_of
+from fake_gpu import DEFAULT, H200, OLD, PROBLEM, TILES, VERSIONS, FakeGpu, make_resources, template_of, us_of
 from test_pool import alive, wait_until
 
-from tunegen import paths, worker
+from tunegen import paths, render, worker
+from tunegen.errors import WorkerError
 from tunegen.evaluate import COMPILED, TORCH
+from tunegen.model import Config
+from tunegen.ops import op_spec
 from tunegen.store import Store
 from tunegen.sweep import FINAL_BAND, FINALISTS, sweep_gpu
 
 ALL = [*TILES, *OLD, TORCH]
+FEW = replace(PROBLEM, rows=4)
 BEST = min(TILES, key=functools.partial(us_of, PROBLEM))
 REPOSITORY = paths.PACKAGE.parent
 
@@ -254,7 +258,178 @@ def test_spilling_candidates_are_timed_where_all_spill(bench):
     assert bench.winner() == family_and_parameters(BEST)
 
 
+# Problems that the measuring process cannot open
+
+
+def states_of_sweeps(bench):
+    with sqlite3.connect(bench.db) as connection:
+        found = [row[0] for row in connection.execute("SELECT state FROM sweeps ORDER BY id")]
+    connection.close()
+    return found
+
+
+LEFT_OUT = f"left out: cannot measure {FEW.label()}: OutOfMemoryError: 2 TiB"
+
+
+@pytest.mark.parametrize("problems", [[PROBLEM, FEW], [FEW, PROBLEM]], ids=["last", "first"])
+def test_problem_that_cannot_be_opened_is_left_out_and_said(bench, problems):
+    bench.gpu.faults = {FEW.label(): "out of memory"}
+    result = bench.sweep(problems)
+    assert bench.winner() == family_and_parameters(BEST)
+    assert {t.problem for t in result.finals} == {PROBLEM}
+    assert {row["rows"] for row in bench.rows()} == {PROBLEM.rows}
+    assert [stage for stage in bench.told.stages if "left out" in stage[0]] == [(LEFT_OUT, 0)]
+    assert states_of_sweeps(bench) == ["finished"]
+    bench.gpu.faults = {}
+    bench.sweep(problems)
+    assert {row["rows"] for row in bench.rows("winners", kind="measured")} == {PROBLEM.rows, FEW.rows}
+    assert len(bench.gpu.lines("screen")) == 2 * len(ALL)
+
+
+def test_problem_that_cannot_be_opened_again_for_its_finals_keeps_its_screening(bench):
+    bench.gpu.faults = {FEW.label(): "out of memory in finals"}
+    result = bench.sweep([FEW, PROBLEM])
+    assert {t.problem for t in result.finals} == {PROBLEM}
+    assert (LEFT_OUT, 0) in bench.told.stages
+    assert {(row["rows"], row["stage"]) for row in bench.rows("winners", kind="measured")} == {
+        (FEW.rows, "screen"),
+        (PROBLEM.rows, "final"),
+    }
+    assert states_of_sweeps(bench) == ["finished"]
+
+
+def test_sweep_of_which_no_problem_can_be_opened_is_an_error(bench):
+    bench.gpu.faults = dict.fromkeys((PROBLEM.label(), FEW.label()), "out of memory")
+    with pytest.raises(WorkerError, match=f"^cannot measure {FEW.label()}: OutOfMemoryError: 2 TiB$"):
+        bench.sweep([PROBLEM, FEW])
+    assert bench.rows() == []
+    assert states_of_sweeps(bench) == ["interrupted"]
+
+
+def test_command_of_which_no_problem_can_be_opened_ends_in_one_line(bench):
+    bench.gpu.faults = {PROBLEM.label(): "out of memory"}
+    process = bench.start()
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert stderr == f"tunegen: cannot measure {PROBLEM.label()}: OutOfMemoryError: 2 TiB\n"
+
+
+# Templates that are broken, or change
+
+
+KERNEL = """\
+import triton
+import triton.language as tl
+from tunegen.model import Launch, Plan
+
+@triton.jit
+def forward_binding(x_ptr, y_ptr, gamma_ptr):
+    tl.store(y_ptr, tl.load(x_ptr))
+
+def plan(p):
+    return Plan((Launch(forward_binding, (1,)),))
+"""
+BROKEN = {
+    "jinja": ("{% if %}\n", "rms_norm/forward_jinja.py.jinja: TemplateSyntaxError: Expected an expression"),
+    "flag": ("{{ no_flag }}\n", "rms_norm/forward_flag.py.jinja: UndefinedError: 'no_flag' is undefined"),
+    "python": ("def plan(:\n", "rms_norm/forward_python.py.jinja renders to invalid Python, line 3: "),
+    "importing": ("raise ValueError('no table')\n", "forward_importing.py.jinja: ValueError: no table"),
+    "planless": ("SAVE_RSTD = {{ save_rstd }}\n", "forward_planless.py.jinja: AttributeError: "),
+    "planning": ("def plan(p):\n    return p.M / 0\n", "forward_planning.py.jinja: ZeroDivisionError: "),
+    "binding": (KERNEL, "forward_binding.py.jinja: KeyError: 'gamma_ptr'"),
+}
+"""Templates that are no good, by family, and the reason that is stored."""
+
+
+@pytest.mark.compiler
+def test_broken_template_costs_its_trial_and_not_the_sweep(bench):
+    space = bench.package / "search_spaces" / "rms_norm.yaml"
+    broken = {family: Config.of(family, {"num_warps": 1}) for family in BROKEN}
+    families = [f"  {family}:\n    about: broken\n    parameters: {{num_warps: [1]}}\n" for family in BROKEN]
+    space.write_text(space.read_text().replace("  old:\n", "".join(families) + "  old:\n"))
+    for family, config in broken.items():
+        template_of(config, bench.package).write_text(BROKEN[family][0])
+    bench.gpu.package = str(bench.package)
+    bench.gpu.faults = {config.label(): "compiles in earnest" for config in broken.values()}
+    bench.sweep()
+    assert states_of_sweeps(bench) == ["finished"]
+    assert bench.winner() == family_and_parameters(BEST)
+    assert len(bench.rows(state="ok", stage="screen")) == len(ALL)
+    for family, config in broken.items():
+        (row,) = bench.rows(**one(config))
+        assert (row["state"], row["stage"], row["us"]) == ("compile", "screen", None)
+        assert row["reason"].startswith(BROKEN[family][1])
+        assert len(row["reason"].splitlines()) == 1
+
+
+@pytest.fixture
+def rendered_anew():
+    """A process renders a template once; the next sweep is another process."""
+
+    def forget():
+        render._render.cache_clear()
+        render._environment.cache_clear()
+
+    return forget
+
+
+def test_digest_is_that_of_the_measuring_process(bench, rendered_anew):
+    """A template that is edited while the sweep runs: the text that was launched is the one that was timed."""
+    bench.gpu.package, bench.gpu.faults = str(bench.package), {TILES[0].label(): "edits its template"}
+    config, spec = TILES[0], op_spec("rms_norm")
+    before = render.combined_digest(PROBLEM, config, spec)
+    bench.sweep()
+    assert render.combined_digest(PROBLEM, config, spec) == before, "this process has not seen the edit"
+    rendered_anew()
+    edited = render.combined_digest(PROBLEM, config, spec)
+    assert edited != before
+    assert {row["digest"] for row in bench.rows(family="tile")} == {edited}
+    bench.gpu.faults = {}
+    bench.sweep()
+    assert len(bench.gpu.lines("screen")) == len(ALL), "nothing is stale"
+
+
 # Again
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "again"),
+    [
+        ("out of memory", "runtime", True),
+        ("hang", "timeout", True),
+        ("exit", "crashed", True),
+        ("illegal address", "crashed", True),
+        ("abort", "crashed", True),
+        ("wrong", "incorrect", False),
+        ("too large", "compile", False),
+        ("spills", "constraint", False),
+    ],
+)
+def test_only_failures_that_may_pass_are_tried_again(bench, monkeypatch, fault, state, again):
+    monkeypatch.setattr(worker, "SCREEN_SECONDS", 1.0)
+    bench.gpu.faults = {BEST.label(): fault}
+    tried = []
+    for _ in range(2):
+        bench.sweep()
+        (row,) = bench.rows(**one(BEST))
+        assert (row["state"], row["us"]) == (state, None)
+        assert row["reason"]
+        tried.append(BEST in [trial.config for trial in bench.told.trials])
+    bench.gpu.faults = {}
+    bench.sweep()
+    assert tried == [True, again]
+    screened, *finals = bench.rows(**one(BEST))
+    if again:
+        assert (screened["state"], screened["us"], screened["reason"]) == ("ok", us_of(PROBLEM, BEST), "")
+        assert bench.winner() == family_and_parameters(BEST)
+    else:
+        assert (screened, finals) == (row, [])
+        assert bench.winner() != family_and_parameters(BEST)
+
+
+def one(config):
+    """Filters of the rows of one config."""
+    return {"family": config.family, "parameters": config.to_json()}
 
 
 def test_second_sweep_measures_nothing_and_finds_the_same(bench):
@@ -266,14 +441,6 @@ def test_second_sweep_measures_nothing_and_finds_the_same(bench):
     assert [
         line for line in Path(bench.gpu.log).read_text()[len(log) :].splitlines() if not line.endswith(" start")
     ] == []
-
-
-def test_failures_are_not_tried_again(bench):
-    bench.gpu.faults = {TILES[1].label(): "wrong", TILES[2].label(): "too large"}
-    bench.sweep()
-    bench.gpu.faults = {}
-    bench.sweep()
-    assert len(bench.rows(state="incorrect") + bench.rows(state="compile")) == 2
 
 
 def test_larger_budget_goes_on_where_the_smaller_one_ended(bench):
