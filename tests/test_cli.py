@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -41,11 +42,11 @@ def output(*arguments):
     return result.stdout
 
 
-def process(*arguments, **variables):
+def process(*arguments, cwd=None, **variables):
     """The command in a process of its own, as a user has it."""
     command = [sys.executable, "-m", "tunegen.cli", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def refused(*arguments):
@@ -252,6 +253,43 @@ def test_sweep_without_a_gpu_stores_estimates_and_says_so(tmp_path):
     )
     assert {(t["kind"], t["state"], t["us"]) for t in trials} == {("estimated", "ok", None)}
     assert all(t["estimate_us"] > 0 and t["registers"] > 0 for t in trials)
+
+
+BROKEN = {
+    "single_block": ("def plan(p):\n", "def plan(p):\n    assert p.M != 64, 'no rows for me'\n"),
+    "two_pass": ("import triton\n", "import triton\n\nraise ValueError('no table')\n"),
+    "split_row_atomic": ("x_ptr,", "x_ptr, gamma_ptr,"),
+}
+"""Templates made bad: the text, and what stands there instead."""
+
+
+@pytest.mark.compiler
+def test_broken_templates_cost_their_trials_and_not_a_sweep_without_a_gpu(tmp_path):
+    """In a copy as a wheel installs it, since the compiler runs in processes of its own."""
+    copy = tmp_path / "site" / "tunegen"
+    shutil.copytree(REPOSITORY / "tunegen", copy)
+    for name in ("templates", "search_spaces"):
+        shutil.copytree(REPOSITORY / name, copy / name)
+    for family, (old, new) in BROKEN.items():
+        template = copy / "templates" / "rms_norm" / f"forward_{family}.py.jinja"
+        assert old in template.read_text()
+        template.write_text(template.read_text().replace(old, new, 1))
+    command = ["sweep", "--hidden", "2048", "--rows", "4,64", "--direction", "forward", "--arch", "sm_90"]
+    result = process(*command, "--db", tmp_path / "tune.db", cwd=tmp_path, PYTHONPATH=str(copy.parent))
+    assert (result.returncode, result.stderr) == (0, "")
+    with Store.read(tmp_path / "tune.db") as store:
+        trials = store.trials()
+        assert store.trials(state="ok", family="split_row_partials", rows=64)
+    found = {(t["family"], t["rows"], t["state"], t["reason"]) for t in trials if t["family"] in BROKEN}
+    assert found == {
+        ("single_block", 4, "ok", ""),
+        ("single_block", 64, "compile", "forward_single_block.py.jinja: AssertionError: no rows for me, for 64 rows"),
+        *(("two_pass", rows, "compile", "forward_two_pass.py.jinja: ValueError: no table") for rows in (4, 64)),
+        *(
+            ("split_row_atomic", rows, "compile", "forward_split_row_atomic.py.jinja: KeyError: 'gamma_ptr'")
+            for rows in (4, 64)
+        ),
+    }
 
 
 def all_candidates(hidden, rows):

@@ -47,8 +47,13 @@ def load(source: KernelSource) -> ModuleType:
 
 
 def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: int) -> Plan:
-    """What `config` launches for `rows` rows of `hidden` elements on a GPU with `sms` multiprocessors."""
-    plan: Plan = module.plan(SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers))
+    """What `config` launches for `rows` rows of `hidden` elements on a GPU with `sms` multiprocessors. Raises
+    CompileError, whatever the template's `plan` raises."""
+    try:
+        plan: Plan = module.plan(SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers))
+    except Exception as error:
+        template = module.__name__.rpartition(".")[2].rpartition("_")[0]
+        raise CompileError(f"{template}.py.jinja: {first_line(error)}, for {rows} rows") from error
     return plan
 
 

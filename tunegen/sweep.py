@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .compile import load, make_plan
 from .dispatch import digest_today, triton_minor
-from .errors import WorkerError
+from .errors import CompileError, WorkerError
 from .estimate import estimate_us
 from .evaluate import COMPILED, TORCH
 from .migrations import StoredTrial
@@ -276,6 +276,10 @@ def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
             yield replace(trial, state=outcome[0], reason=outcome[1])
             continue
         source, *_ = renderings(problem, config, spec)
-        plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+        try:
+            plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+        except CompileError as error:  # the pool has compiled it for another row count
+            yield replace(trial, state=TrialState.COMPILE, reason=str(error), resources=outcome)
+            continue
         us = estimate_us(spec, problem, config, plan, outcome, silicon)
         yield replace(trial, resources=outcome, scratch_bytes=plan.scratch_bytes(), estimate_us=us)
