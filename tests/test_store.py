@@ -315,6 +315,22 @@ def test_adoption_leaves_finished_sweeps_alone(store):
     assert (winner(store)["sweep_id"], winner(store)["half"]) == (finished, 0)
 
 
+def test_adoption_leaves_running_sweeps_alone(store):
+    """Two sweeps side by side: the one that is still running keeps its trials, and its winner counts as half a
+    sweep's until it ends."""
+    running, ended = begin(store), begin(store)
+    add(store, running, measured(10.0, parameters={"A": 1}))
+    add(store, ended, measured(11.0, parameters={"A": 2}))
+    store.finish_sweep(ended, "interrupted")
+    adopting = begin(store)
+    store.adopt(adopting, store.seen(HERE, PROBLEM, "3.8", 1, "measured").values())
+    store.finish_sweep(adopting)
+    assert {row["us"]: row["sweep_id"] for row in store.trials()} == {10.0: running, 11.0: adopting}
+    assert (winner(store)["us"], winner(store)["half"]) == (10.0, 1)
+    store.finish_sweep(running)
+    assert winner(store)["half"] == 0
+
+
 def test_only_sweeps_of_dead_processes_of_this_host_are_interrupted(store):
     own = begin(store)
     ended = subprocess.Popen([sys.executable, "-c", ""])
