@@ -13,6 +13,7 @@ from helpers import (
     CPU,
     FLOATS,
     OP_MODULE,
+    Results,
     assert_right,
     draw,
     error,
@@ -22,6 +23,7 @@ from helpers import (
     same_bits,
     weight_of,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
@@ -85,6 +87,24 @@ def test_casting_llama_passes_gradients_unrounded(dtype):
     # One x-hat of the 50 that a sum is made of may be rounded the other way.
     other_way = torch.finfo(dtype).eps * 4 / math.sqrt(50) if dtype in FLOATS[:2] else 0.0
     assert error(got.dw, right.dw) <= CPU.allowed(dtype, dtype) + other_way
+
+
+@pytest.mark.parametrize("casting", CASTINGS)
+def test_compiled_once_for_all_row_counts(casting):
+    """`torch.compile(dynamic=True)` makes one graph, with the row count and eps as symbols; forward and backward."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    norm = torch.compile(rms_norm, dynamic=True, fullgraph=True, backend=graphs)
+    for rows, eps in ((7, 1e-5), (24, 0.5)):
+        x, w, dy = case((rows, 96))
+        x.requires_grad_()
+        w.requires_grad_()
+        y = norm(x, w, eps, offset=1.0, casting=casting)
+        y.backward(dy)
+        got, right = Results(y.detach(), x.grad, w.grad), exact(x, w, dy, eps, offset=1.0, casting=casting)
+        assert_right(got, right, x, w)
+        assert graphs.frame_count == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 0.5, 3])
