@@ -425,23 +425,26 @@ def loaded(problem, config, number=0):
     return Path(module.__file__).read_text()
 
 
-def rendered(*arguments):
-    result = run("render", *arguments, "--arch", "sm_90")
-    assert result.exit_code == 0, result.output
-    return result.stdout, result.stderr
+def rendered(*arguments, arch="sm_90"):
+    """The kernel's text, and what the comment above it says."""
+    result = run("render", *arguments, "--arch", arch)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    first, text = result.stdout.split("\n", 1)
+    assert first.startswith("# ")
+    return text, first.removeprefix("# ")
 
 
 def test_render_prints_the_file_of_the_winner(db):
     text, origin = rendered("backward", "--hidden", 4096, "--rows", 16384, "--db", db)
     assert text == loaded(BACKWARD, winner())
-    assert origin == f"{BACKWARD.label()}: {winner().label()} (measured at 16384 rows on {H200.name})\n"
+    assert origin == f"{BACKWARD.label()}: {winner().label()} (measured at 16384 rows on {H200.name} ({db}, trial 1))"
 
 
 def test_render_prints_the_file_of_the_default_where_nothing_is_measured(db):
     default = load_space("rms_norm").default(FORWARD, H200)
     text, origin = rendered("forward", "--hidden", 4096, "--rows", 16384, "--db", db)
     assert text == loaded(FORWARD, default)
-    assert origin == f"{FORWARD.label()}: {default.label()} (built-in default on {H200.name})\n"
+    assert origin == f"{FORWARD.label()}: {default.label()} (built-in default on {H200.name})"
 
 
 def test_render_prints_the_file_of_another_contract_and_not_the_winner(db):
@@ -474,12 +477,111 @@ def test_render_prints_forward_as_it_runs_for_a_gradient(tmp_path):
     assert rendered(*options, "--save-rstd")[0] == saving
 
 
+def test_render_says_of_which_config_the_text_is(tmp_path):
+    """The file is shared by configs, so that it cannot say it; left out is what is computed."""
+    _, origin = rendered(
+        "forward", "single_block", "ROWS=1", "num_warps=8", "--hidden", 4096, "--db", tmp_path / "no.db"
+    )
+    assert origin == "forward 4096x4096 bf16: single_block BLOCK_SIZE=4096 ROWS=1 num_warps=8 (as given)"
+    _, origin = rendered("backward", "dx_only", "--frozen-weight", "--hidden", 4096, "--db", tmp_path / "no.db")
+    assert origin == "backward 4096x4096 bf16 dx only: dx_only RSTD=saved (as given)"
+
+
+def test_render_of_a_hostile_database_is_a_comment_and_the_text(db):
+    with sqlite3.connect(db) as connection:
+        connection.execute("UPDATE silicon SET name = char(10) || 'import os' || char(8232, 13) || 'x'")
+    connection.close()
+    text, origin = rendered("backward", "--hidden", 4096, "--rows", 16384, "--db", db)
+    assert text == loaded(BACKWARD, winner())
+    assert "measured at 16384 rows on import os x (" in origin
+
+
+NEVER = {
+    "forward two_pass CHUNK=1024 num_warps=32": "two_pass needs 4 <= CHUNK / (32 * num_warps) <= 32",
+    "forward two_pass CHUNK=16384": "no valid config has that",
+    "forward single_block ROWS=1 num_warps=8 BLOCK_SIZE=512": "single_block: BLOCK_SIZE is 512, but may be 4096",
+    "forward single_block ROWS=16": "no valid config has that",
+    "forward persistent --rows 4": "persistent is only for M >= 8 * SMS and 64 <= N <= 32768",
+    "backward dx_only": "dx_only is only for not WEIGHT_GRAD and N <= 32768",
+    "backward single_block": "it is a baseline",
+}
+
+
+@pytest.mark.parametrize("command", NEVER)
+def test_render_says_what_is_never_launched_and_why(tmp_path, command):
+    _, origin = rendered(*command.split(), "--hidden", 4096, "--db", tmp_path / "none.db")
+    assert origin.endswith(f" (as given; never launched here: {NEVER[command]})")
+
+
+def test_render_says_what_is_never_launched_on_another_gpu(tmp_path):
+    config = ["ROWS=1", "STAGES=4", "PROGRAMS_PER_SM=2", "num_warps=16"]
+    command = ["forward", "persistent", *config, "--hidden", 16384, "--rows", 16384, "--db", tmp_path / "none.db"]
+    assert rendered(*command)[1].endswith("num_warps=16 (as given)")
+    assert "never launched here: persistent needs (STAGES - 1) * ROWS" in rendered(*command, arch="sm_86")[1]
+
+
+DEFAULT = load_space("rms_norm").default(FORWARD, H200)
+
+
+def reject(db, config, problem=FORWARD):
+    """As the gate does, at another row count."""
+    digest = combined_digest(problem, config, op_spec("rms_norm"))
+    trial = Trial(replace(problem, rows=7), config, TrialState.INCORRECT, digest=digest, reason="y: NaN")
+    with Store.open(db) as store:
+        store.add(store.begin_sweep(H200, {}, {}, 0), trial, PROTOCOL, triton_minor(), "2.14")
+
+
+def test_render_never_shows_a_default_that_the_gate_rejected(db):
+    command = ["forward", "--hidden", 4096, "--rows", 16384]
+    assert DEFAULT.label() in rendered(*command, "--db", db)[1]
+    reject(db, DEFAULT)
+    told = refused("render", *command, "--arch", "sm_90", "--db", db)
+    assert told == (
+        f"tunegen: {FORWARD.label()} is answered by torch's own op (the gate found the built-in default wrong: "
+        f"{DEFAULT.label()} ({db})); name a family to see its kernel"
+    )
+
+
+def test_render_says_that_the_gate_rejected_what_is_given(db):
+    given = ["forward", DEFAULT.family, *(f"{k}={v}" for k, v in DEFAULT.parameters), "--hidden", 4096, "--db", db]
+    assert rendered(*given)[1].endswith("(as given)")
+    reject(db, DEFAULT)
+    text, origin = rendered(*given)
+    assert text == loaded(FORWARD, DEFAULT)
+    assert origin.endswith(f"{DEFAULT.label()} (as given; never launched here: the gate found it wrong)")
+
+
+def test_render_of_what_is_given_needs_no_sound_database(tmp_path):
+    path, _ = no_database(tmp_path)
+    before = path.read_bytes()
+    assert rendered("forward", "two_pass", "--hidden", 4096, "--db", path)[1].endswith("(as given)")
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_render_looks_for_the_row_count_as_a_call_does(tmp_path):
+    """9 rows are looked up as 16, to which 64 are nearer than 2; 9 itself is nearer to 2."""
+    near, far = (Config.of("two_pass", {"CHUNK": chunk, "num_warps": 8}) for chunk in (1024, 2048))
+    with Store.open(tmp_path / "tune.db") as store:
+        sweep = store.begin_sweep(H200, {}, {}, 0)
+        for rows, config in ((2, near), (64, far)):
+            digest = combined_digest(FORWARD, config, op_spec("rms_norm"))
+            trial = Trial(
+                replace(FORWARD, rows=rows), config, TrialState.OK, digest=digest, measurement=measurement(9.0)
+            )
+            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.14")
+        store.finish_sweep(sweep)
+    for rows, config in ((8, near), (9, far)):
+        _, origin = rendered("forward", "--hidden", 4096, "--rows", rows, "--db", tmp_path / "tune.db")
+        assert f"forward {rows}x4096 bf16: {config.label()} (measured at " in origin
+
+
 def test_render_where_torch_wins_asks_for_a_family(db):
     with sqlite3.connect(db) as connection:
         connection.execute("UPDATE trials SET score = 0.5 WHERE family = 'torch'")
     connection.close()
     told = refused("render", "backward", "--hidden", 4096, "--rows", 16384, "--arch", "sm_90", "--db", db)
-    assert "torch's own op; name a family" in told
+    assert re.search(r"torch's own op \(measured at 16384 rows on .*, trial 2\)\); name a family", told)
 
 
 def test_families_lists_all_with_their_parameters():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,8 @@ def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
 def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> None:
     """Print the exact kernel text of the winner, or of FAMILY with PARAMETERS such as RSTD=saved.
 
-    The winner is a measured one; without, it is the built-in default. Which one it is goes to standard error.
+    The winner is a measured one; without, it is the built-in default. The first line is a comment that says which one
+    it is; the file that is launched begins behind it.
 
     Example: tunegen render backward persistent_partials RSTD=saved --hidden 4096
     """
@@ -203,8 +203,7 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
     origin, text = render_kernel(
         _problem(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
     )
-    click.echo(origin, err=True)
-    sys.stdout.write(text)
+    click.echo(f"# {' '.join(origin.split())}\n{text}", nl=False)
 
 
 def _parameter(text: str) -> tuple[str, Value]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from . import paths, report, silicon
-from .dispatch import digest_today, stored_choices
-from .errors import TunegenError
+from .dispatch import digest_today, rejected, rungs, stored_choices
+from .errors import StoreError, TunegenError
 from .evaluate import COMPILED
-from .expressions import Rule, listed
+from .expressions import Domain, Rule, combinations, listed
 from .lookup import database_exists
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState, Value
 from .ops import op_spec
 from .progress import SweepProgress
-from .space import load_space
+from .space import Family, load_space, names_of
 from .store import Store
 from .sweep import SweepResult, sweep_gpu, sweep_target
 
@@ -178,39 +179,65 @@ def render_kernel(
     """What is rendered in one line, and the text of its kernel file: `given`, else what would be launched."""
     from .render import rendering
 
-    config, origin = _given(problem, *given) if given else _launched(problem, db, arch)
-    if config is None or config.family == TORCH_FAMILY:
-        raise TunegenError(f"{problem.label()} is answered by torch's own op; name a family to see its kernel")
+    target = _target(arch) or silicon.query(0)
+    config, origin = _given(problem, *given, db, target) if given else _launched(problem, db, target)
     source = rendering(problem, config, op_spec(problem.op), save_rstd=save_rstd)
     return f"{problem.label()}: {config.label()} ({origin})", source.text
 
 
-def _given(problem: Problem, family_name: str, parameters: dict[str, Value]) -> tuple[Config, str]:
-    """A config as far as the text depends on it: words that are not given are the first choice of the search space."""
+def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, target: Silicon) -> tuple[Config, str]:
+    """The config as far as it is given, whole if that says all; words that are not given are the first choice of the
+    search space, since the text depends on them."""
     space = load_space(problem.op)
-    family = space.family(problem.direction, family_name)
+    family = space.family(problem.direction, name)
     if family is None:
         known = (f.name for f in space.members.values() if f.direction == problem.direction)
-        raise TunegenError(f"no {problem.direction} family {family_name!r}; there is {listed(known)}")
+        raise TunegenError(f"no {problem.direction} family {name!r}; there is {listed(known)}")
+    _check_given(family, parameters)
+    choices = {key: domain for key, domain in family.parameters.items() if not isinstance(domain, Rule)}
+    words = {key: domain[0] for key, domain in choices.items() if isinstance(domain[0], str)}
+    chosen = {**words, **parameters}
+    domains = {**family.parameters, **{key: (value,) for key, value in chosen.items()}}
+    whole = chosen.keys() >= choices.keys()
+    config = Config.of(name, next(combinations(domains, names_of(problem, target))) if whole else chosen)
+    obstacle = _obstacle(problem, family, config, domains, db, target)
+    return config, f"as given; never launched here: {obstacle}" if obstacle else "as given"
+
+
+def _obstacle(
+    problem: Problem, family: Family, config: Config, domains: Mapping[str, Domain], db: Path, target: Silicon
+) -> str | None:
+    """Why no call is answered by `config`, which may be a part of one; `domains` are its values, and choices of the
+    rest."""
+    names = names_of(problem, target)
+    if not any(family.configs(domains, names)):
+        part = family.when.holds(names) and len(config.parameters) < len(family.parameters)
+        return "no valid config has that" if part else load_space(problem.op).check(problem, target, config)
+    if family.baseline:
+        return "it is a baseline"
+    with suppress(StoreError):  # a database that is missing or no good knows nothing against it
+        Store.read(db).close()
+        if rejected(db, problem, target)(config):
+            return "the gate found it wrong"
+    return None
+
+
+def _check_given(family: Family, parameters: dict[str, Value]) -> None:
+    """Refuse a parameter that the family does not have, or a value that it may not have."""
     for name, value in parameters.items():
         if name not in family.parameters:
-            raise TunegenError(f"{family_name} has no parameter {name!r}; it has {listed(family.parameters)}")
+            raise TunegenError(f"{family.name} has no parameter {name!r}; it has {listed(family.parameters)}")
         domain = family.parameters[name]
         if not isinstance(domain, Rule) and value not in domain:
-            raise TunegenError(f"{name} of {family_name} is {value!r}, but may be {listed(domain)}")
-    choices = (item for item in family.parameters.items() if not isinstance(item[1], Rule))
-    words = {name: domain[0] for name, domain in choices if isinstance(domain[0], str)}
-    config = Config.of(family_name, {**words, **parameters})
-    numbers = [name for name, domain in family.parameters.items() if not isinstance(domain, Rule)]
-    whole = all(name in dict(config.parameters) for name in numbers)
-    objection = space.check(problem, _target(None) or silicon.query(0), config) if whole else None
-    return config, f"as given; never launched here: {objection}" if objection else "as given"
+            raise TunegenError(f"{name} of {family.name} is {value!r}, but may be {listed(domain)}")
 
 
-def _launched(problem: Problem, db: Path, arch: str | None) -> tuple[Config | None, str]:
-    target = _target(arch) or silicon.query(0)
+def _launched(problem: Problem, db: Path, target: Silicon) -> tuple[Config, str]:
+    """What answers a call. Raises TunegenError where that is torch's own op."""
     if database_exists(db):
         Store.read(db).close()  # says what is wrong with it, and leaves it where it is
-        for config, stored in stored_choices(db, problem, target):
-            return config, f"measured at {stored.rows} rows on {stored.silicon_name}"
-    return load_space(problem.op).default(problem, target), f"built-in default on {target.name}"
+    bucket = replace(problem, rows=problem.rows_bucket)  # as a call looks it up
+    config, why = next(rungs(db, bucket, target))
+    if config is None:
+        raise TunegenError(f"{problem.label()} is answered by torch's own op ({why}); name a family to see its kernel")
+    return config, why

@@ -137,20 +137,29 @@ def triton_minor() -> str:
 
 
 def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
-    """Every choice that could answer, best first: measured nearest rows first, the default of this capability,
-    torch."""
+    """Every choice that could answer, best first."""
+    for config, rung in rungs(paths.database(), problem, silicon_of(device.index)):
+        yield Choice(problem, config, rung, device)
+
+
+def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[tuple[Config | None, str]]:
+    """Every config that could answer, best first, and why it does: measured nearest rows first, the default of this
+    capability, torch's own op (None)."""
     from .space import load_space
 
-    silicon, path = silicon_of(device.index), paths.database()
     wrong = rejected(path, problem, silicon)
     for config, stored in stored_choices(path, problem, silicon, wrong):
         half = ", from an unfinished sweep" if stored.half else ""
-        rung = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
-        yield Choice(problem, None if config.family == TORCH_FAMILY else config, rung, device)
+        why = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
+        yield None if config.family == TORCH_FAMILY else config, why
     default = load_space(problem.op).default(problem, silicon)
-    if default is not None and not wrong(default):
-        yield Choice(problem, default, "built-in default", device)
-    yield Choice(problem, None, "torch: no default fits", device)
+    if default is None:
+        yield None, "no built-in default fits"
+    elif wrong(default):
+        yield None, f"the gate found the built-in default wrong: {default.label()} ({path})"
+    else:
+        yield default, f"built-in default on {silicon.name}"
+        yield None, "the built-in default does not run"
 
 
 def stored_choices(
