@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
     "records": "errors paths model",
-    "inputs": "silicon expressions space reference ops.rms_norm_spec ops",
+    "inputs": "silicon expressions entries space reference ops.rms_norm_spec ops",
     "making": "render migrations store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module",
     "judging": "verify bench estimate",
@@ -32,7 +32,7 @@ STARTED = {("worker", "serving")}
 TORCH = "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module verify bench evaluate serving"
 HEAVY = {
     "torch": TORCH,
-    "yaml": "space",
+    "yaml": "entries",
     "jinja2": "render",
     "sqlite_utils": "migrations store",
     "optuna": "sampler",

@@ -250,6 +250,38 @@ def test_a_mistake_is_named_with_its_line_and_key(
         assert f"{path}:{line}: {key}" in message
 
 
+@pytest.mark.parametrize("value", ["3", "0", "64", "-4", "0x8", "4.0", "true", "many", "'4'"])
+@pytest.mark.parametrize(
+    ("old", "new", "line", "key"),
+    [
+        ("num_warps: [1, 8]", "num_warps: [1, {}]", 9, "forward.tile.parameters.num_warps[1]"),
+        ("num_warps: [1, 8]", "num_warps: {}", 9, "forward.tile.parameters.num_warps"),
+        ("num_warps: 8}}", "num_warps: {}}}", 30, "defaults.forward.any[0].num_warps"),
+    ],
+    ids=["list", "one", "default"],
+)
+def test_warps_that_cannot_be_launched_are_refused(
+    tmp_path: Path, old: str, new: str, line: int, key: str, value: str
+) -> None:
+    assert old.format() in GOOD
+    path = write(tmp_path, GOOD.replace(old.format(), new.format(value), 1))
+    with pytest.raises(SearchSpaceError) as caught:
+        load_space("tile", path)
+    limit = "must be one of 1, 2, 4, 8, 16, 32 (a power of two; a block has at most 32 warps)"
+    assert str(caught.value) == f"{path}:{line}: {key}: {limit}, not '{value.strip(chr(39))}'"
+
+
+def test_computed_warps_that_cannot_be_launched_are_no_candidates(tmp_path: Path) -> None:
+    text = GOOD.replace("=max(BLOCK_SIZE // 512, 1)", "=cdiv(N, 512) // SPLITS", 1)
+    space = load_space("tile", write(tmp_path, text))
+    warps = {
+        n: [c["num_warps"] for c in space.candidates(forward(n, 1), H200, "split")] for n in (512, 2048, 3072, 65536)
+    }
+    assert warps == {512: [], 2048: [2, 1], 3072: [1], 65536: [32]}
+    three = Config.of("split", {"SPLITS": 2, "DEPTH": 3, "BLOCK_SIZE": 2048, "num_warps": 3})
+    assert space.check(forward(3072, 1), H200, three) == "split needs num_warps in [1, 2, 4, 8, 16, 32]"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [

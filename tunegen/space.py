@@ -5,21 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import yaml
 
 from . import paths
-from .errors import ExpressionError, SearchSpaceError
+from .entries import PARAMETER, WARPS, WORD, Entry, read
+from .errors import SearchSpaceError
 from .expressions import Domain, Expression, Rule, arranged, combinations, listed, show
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
-
-WORD, UPPER = r"[a-z][a-z0-9_]*", r"[A-Z][A-Z0-9_]*"
-PARAMETER = f"{UPPER}|num_warps|num_ctas"
 
 
 @functools.lru_cache(maxsize=1)
@@ -51,6 +45,8 @@ def names_of(problem: Problem, silicon: Silicon) -> dict[str, Value]:
 
 NAMES = frozenset(names_of(Problem("", "", 1, 1), Silicon("", 0, 1, 0, 0, 0, 0)))
 ALWAYS = Rule(Expression("True"), "")
+LAUNCHABLE = Rule(Expression(f"num_warps in {list(WARPS)}"), "")
+"""What every family needs that computes its warps; listed ones are checked where they stand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,74 +163,6 @@ class SearchSpace:
         raise SearchSpaceError(f"{self.path}: no {problem.direction} family {name!r}; there is {listed(known)}")
 
 
-class _Entry(NamedTuple):
-    """A key of the file, or an item of a list: where it stands and its value."""
-
-    file: str
-    line: int
-    key: str
-    node: yaml.Node | None
-
-    def error(self, message: str) -> SearchSpaceError:
-        return SearchSpaceError(f"{self.file}:{self.line}: {self.key or 'the file'}: {message}")
-
-    def mapping(self, allowed: str, required: Iterable[str] = ()) -> dict[str, _Entry]:
-        """The entries under this key; `allowed` is a pattern that keys must match."""
-        meant = allowed.replace(WORD, "a lower-case name").replace(UPPER, "an upper-case name").replace("|", ", ")
-        if not isinstance(self.node, yaml.MappingNode) or not self.node.value:
-            raise self.error(f"must hold keys and values; allowed: {meant}")
-        found: dict[str, _Entry] = {}
-        for key_node, node in self.node.value:
-            key = str(key_node.value)
-            entry = _Entry(self.file, key_node.start_mark.line + 1, f"{self.key}.{key}".lstrip("."), node)
-            if key in found:
-                raise entry.error(f"stands twice, first in line {found[key].line}")
-            if not re.fullmatch(allowed, key):
-                raise entry.error(f"unknown key; allowed: {meant}")
-            found[key] = entry
-        if missing := [key for key in required if key not in found]:
-            raise self.error(f"lacks the key {missing[0]}")
-        return found
-
-    def items(self) -> list[_Entry]:
-        if not isinstance(self.node, yaml.SequenceNode) or not self.node.value:
-            raise self.error("must be a list of at least one item")
-        return [_Entry(self.file, n.start_mark.line + 1, f"{self.key}[{i}]", n) for i, n in enumerate(self.node.value)]
-
-    def scalar(self, kind: str, pattern: str, meant: str) -> str:
-        """The text of a plain value whose YAML type and form are as stated."""
-        node = self.node
-        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(f":{kind}") and re.fullmatch(pattern, node.value):
-            return str(node.value)
-        raise self.error(f"must be {meant}, not {show(getattr(node, 'value', None))}")
-
-    def rule(self, known: Iterable[str]) -> Rule:
-        try:
-            expression = Expression(self.scalar("str", r"(?s).+", "an expression").removeprefix("="))
-        except ExpressionError as error:
-            raise self.error(str(error)) from None
-        if unknown := sorted(expression.names.difference(known)):
-            raise self.error(f"unknown name {unknown[0]} in '{expression.text}'; known: {listed(sorted(known))}")
-        return Rule(expression, f"{self.file}:{self.line}: {self.key}")
-
-    def value(self) -> Value:
-        if str(getattr(self.node, "tag", "")).endswith(":int"):
-            return int(self.scalar("int", r"0|[1-9]\d{0,8}", "a plain number below 1000000000"))
-        return self.scalar("str", WORD, "a whole number, a word in lower case or '=expression'")
-
-    def domain(self, known: Iterable[str]) -> Domain:
-        """The choices of a parameter: a list, one value, or how it is computed."""
-        if isinstance(self.node, yaml.ScalarNode):
-            return self.rule(known) if self.node.value.startswith("=") else (self.value(),)
-        values: list[Value] = []
-        for item in self.items():
-            value = item.value()
-            if value in values or type(value) is not type((*values, value)[0]):
-                raise item.error(f"{value!r} stands twice, or beside values of another kind")
-            values.append(value)
-        return tuple(values)
-
-
 def load_space(op: str, path: Path | None = None) -> SearchSpace:
     """The search space of an op, from `search_spaces/<op>.yaml` unless told otherwise; read again when it changes."""
     path = path or paths.resource("search_spaces") / f"{op}.yaml"
@@ -246,12 +174,7 @@ def load_space(op: str, path: Path | None = None) -> SearchSpace:
 
 @functools.lru_cache(maxsize=32)
 def _load(op: str, path: Path, changed: int) -> SearchSpace:
-    try:
-        node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
-        raise SearchSpaceError(f"{path}:{line}: no YAML: {' '.join(str(error).split())}") from None
-    top = _Entry(str(path), 1, "", node).mapping("forward|backward|defaults")
+    top = read(path).mapping("forward|backward|defaults")
     chosen = top.pop("defaults").mapping("forward|backward") if "defaults" in top else {}
     members = {(d, name): _family(d, name, entry) for d, e in top.items() for name, entry in e.mapping(WORD).items()}
     defaults = {
@@ -262,24 +185,27 @@ def _load(op: str, path: Path, changed: int) -> SearchSpace:
     return SearchSpace(op, path, members, defaults)
 
 
-def _family(direction: str, name: str, entry: _Entry) -> Family:
+def _family(direction: str, name: str, entry: Entry) -> Family:
     parts = entry.mapping("about|when|baseline|parameters|constraints", ("about", "parameters"))
     found = parts["parameters"].mapping(PARAMETER)
     if clash := NAMES.intersection(found):
         raise found[min(clash)].error("is the name of something else already")
     known = NAMES.union(found)
+    domains = arranged({key: item.domain(known) for key, item in found.items()})
+    constraints = [item.rule(known) for item in parts["constraints"].items()] if "constraints" in parts else []
+    computed = [LAUNCHABLE] if isinstance(domains.get("num_warps"), Rule) else []
     return Family(
         name=name,
         direction=direction,
         about=parts["about"].scalar("str", ".+", "one line for people"),
         baseline="baseline" in parts and parts["baseline"].scalar("bool", "true|false", "true or false") == "true",
         when=parts["when"].rule(NAMES) if "when" in parts else ALWAYS,
-        parameters=arranged({key: item.domain(known) for key, item in found.items()}),
-        constraints=tuple(item.rule(known) for item in parts["constraints"].items()) if "constraints" in parts else (),
+        parameters=domains,
+        constraints=(*computed, *constraints),
     )
 
 
-def _default(direction: str, entry: _Entry, members: Mapping[tuple[str, str], Family]) -> Default:
+def _default(direction: str, entry: Entry, members: Mapping[tuple[str, str], Family]) -> Default:
     parts = entry.mapping(f"when|family|{PARAMETER}", ("family",))
     chosen = parts.pop("family")
     family = members.get((direction, chosen.scalar("str", WORD, "the name of a family")))

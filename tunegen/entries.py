@@ -1,0 +1,104 @@
+"""The keys and values of a search space file, each with its line, and what may be written there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from .errors import ExpressionError, SearchSpaceError
+from .expressions import Domain, Expression, Rule, listed, show
+from .model import Value
+
+WORD, UPPER = r"[a-z][a-z0-9_]*", r"[A-Z][A-Z0-9_]*"
+PARAMETER = f"{UPPER}|num_warps|num_ctas"
+WARPS = (1, 2, 4, 8, 16, 32)
+"""What Triton can launch: a power of two, and at most the 1024 threads of a block."""
+
+
+def read(path: Path) -> Entry:
+    """The whole file. Raises SearchSpaceError where it is no YAML, and OSError or UnicodeDecodeError."""
+    try:
+        node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
+        raise SearchSpaceError(f"{path}:{line}: no YAML: {' '.join(str(error).split())}") from None
+    return Entry(str(path), 1, "", node)
+
+
+class Entry(NamedTuple):
+    """A key of the file, or an item of a list: where it stands and its value."""
+
+    file: str
+    line: int
+    key: str
+    node: yaml.Node | None
+
+    def error(self, message: str) -> SearchSpaceError:
+        """To be raised: where it is, and what is wrong there."""
+        return SearchSpaceError(f"{self.file}:{self.line}: {self.key or 'the file'}: {message}")
+
+    def mapping(self, allowed: str, required: Iterable[str] = ()) -> dict[str, Entry]:
+        """The entries under this key; `allowed` is a pattern that keys must match."""
+        meant = allowed.replace(WORD, "a lower-case name").replace(UPPER, "an upper-case name").replace("|", ", ")
+        if not isinstance(self.node, yaml.MappingNode) or not self.node.value:
+            raise self.error(f"must hold keys and values; allowed: {meant}")
+        found: dict[str, Entry] = {}
+        for key_node, node in self.node.value:
+            key = str(key_node.value)
+            entry = Entry(self.file, key_node.start_mark.line + 1, f"{self.key}.{key}".lstrip("."), node)
+            if key in found:
+                raise entry.error(f"stands twice, first in line {found[key].line}")
+            if not re.fullmatch(allowed, key):
+                raise entry.error(f"unknown key; allowed: {meant}")
+            found[key] = entry
+        if missing := [key for key in required if key not in found]:
+            raise self.error(f"lacks the key {missing[0]}")
+        return found
+
+    def items(self) -> list[Entry]:
+        """Those of the list under this key."""
+        if not isinstance(self.node, yaml.SequenceNode) or not self.node.value:
+            raise self.error("must be a list of at least one item")
+        return [Entry(self.file, n.start_mark.line + 1, f"{self.key}[{i}]", n) for i, n in enumerate(self.node.value)]
+
+    def scalar(self, kind: str, pattern: str, meant: str) -> str:
+        """The text of a plain value whose YAML type and form are as stated."""
+        node = self.node
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(f":{kind}") and re.fullmatch(pattern, node.value):
+            return str(node.value)
+        raise self.error(f"must be {meant}, not {show(getattr(node, 'value', None))}")
+
+    def rule(self, known: Iterable[str]) -> Rule:
+        """The expression that stands here; it may use the `known` names."""
+        try:
+            expression = Expression(self.scalar("str", r"(?s).+", "an expression").removeprefix("="))
+        except ExpressionError as error:
+            raise self.error(str(error)) from None
+        if unknown := sorted(expression.names.difference(known)):
+            raise self.error(f"unknown name {unknown[0]} in '{expression.text}'; known: {listed(sorted(known))}")
+        return Rule(expression, f"{self.file}:{self.line}: {self.key}")
+
+    def value(self) -> Value:
+        """A choice of a parameter."""
+        if self.key.rpartition(".")[2].partition("[")[0] == "num_warps":
+            meant = f"one of {listed(WARPS)} (a power of two; a block has at most 32 warps)"
+            return int(self.scalar("int", "|".join(map(str, WARPS)), meant))
+        if str(getattr(self.node, "tag", "")).endswith(":int"):
+            return int(self.scalar("int", r"0|[1-9]\d{0,8}", "a plain number below 1000000000"))
+        return self.scalar("str", WORD, "a whole number, a word in lower case or '=expression'")
+
+    def domain(self, known: Iterable[str]) -> Domain:
+        """The choices of a parameter: a list, one value, or how it is computed."""
+        if isinstance(self.node, yaml.ScalarNode):
+            return self.rule(known) if self.node.value.startswith("=") else (self.value(),)
+        values: list[Value] = []
+        for item in self.items():
+            value = item.value()
+            if value in values or type(value) is not type((*values, value)[0]):
+                raise item.error(f"{value!r} stands twice, or beside values of another kind")
+            values.append(value)
+        return tuple(values)
