@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,10 +43,14 @@ def lines(*problems_and_times):
     return report.lines(trials, {problem: WINNER for problem, _ in problems_and_times}, H200)
 
 
-def shown(table):
-    console = Console(file=io.StringIO(), width=1000)
+def printed(table, width=1000):
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
-    return [line.split() for line in console.file.getvalue().splitlines() if line.strip()]
+    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+def shown(table):
+    return [line.split() for line in printed(table)]
 
 
 # The table
@@ -63,7 +68,7 @@ def test_line_compares_the_winner_with_all_others():
 def test_what_was_not_measured_has_no_factor():
     (line,) = report.lines([timed(WINNER, 8.0)], {PROBLEM: WINNER}, H200)
     assert (line.over_torch, line.over_compiled, line.over_default) == (None, None, None)
-    assert shown(report.table([line]))[-1][-3:] == ["-", "-", "-"]
+    assert shown(report.table([line], 1000))[-1][-3:] == ["-", "-", "-"]
 
 
 def test_winners_come_from_the_database_not_from_the_fastest():
@@ -76,10 +81,60 @@ def test_problem_without_a_time_has_no_line():
 
 
 def test_table_has_a_line_for_each_problem():
-    head, _, *body = shown(report.table(lines((PROBLEM, 8.0), (FEW, 6.0))))
+    head, _, *body = shown(report.table(lines((PROBLEM, 8.0), (FEW, 6.0)), 1000))
     assert head[:4] == ["direction", "rows", "hidden", "winner"]
     assert [row[:4] for row in body] == [["forward", "1024", "4096", "tile"], ["forward", "4", "4096", "tile"]]
     assert [row[-6] for row in body] == ["8.00", "6.00"]
+
+
+LONG = "persistent_partials BLOCK_SIZE=4096 COLS=32 PROGRAMS_PER_SM=1 ROWS=1 RSTD=saved STAGES=1 num_warps=16"
+HEAD = ["direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default"]
+NUMBERS = ["forward", "1024", "4096", "8.00", "2.10", "1.25", "3.75", "3.00", "1.50"]
+
+
+def with_long_winner():
+    (line,) = lines((PROBLEM, 8.0))
+    return [line, replace(line, winner=LONG), replace(line, direction="backward", rows=16384, us=1234.56, winner=LONG)]
+
+
+@pytest.mark.parametrize(("width", "folds"), [(80, 2), (100, 2), (120, 1), (130, 1)])
+def test_table_on_a_narrow_terminal_has_each_winner_below_its_numbers(width, folds):
+    """Nothing is cut or left out, and no row is taller than three lines."""
+    found = with_long_winner()
+    head, rule, *body = printed(report.table(found, width), width)
+    assert re.split(r"  +", head.strip()) == HEAD
+    assert set(rule) == {"\u2500"}
+    assert max(map(len, [head, rule, *body])) <= width
+    assert body[0].split() == body[2].split() == NUMBERS
+    assert body[1] == f"    {WINNER.label()}"
+    assert " ".join(" ".join(body[3 : 3 + folds]).split()) == LONG
+    assert body[3 + folds].split()[:4] == ["backward", "16384", "4096", "1234.56"]
+    assert len(body) == 4 + 2 * folds
+    assert len({line.rindex(".") for line in (body[0], body[2], body[3 + folds])}) == 1, (
+        "columns stand below each other"
+    )
+
+
+@pytest.mark.parametrize(("width", "folds"), [(160, 2), (200, 1), (1000, 1)])
+def test_table_on_a_wide_terminal_has_winners_in_a_column(width, folds):
+    found = with_long_winner()
+    head, _, *body = printed(report.table(found, width), width)
+    assert re.split(r"  +", head.strip()) == [*HEAD[:3], "winner", *HEAD[3:]]
+    assert len(body) == 1 + 2 * folds
+    assert body[0].split() == [*NUMBERS[:3], *WINNER.label().split(), *NUMBERS[3:]]
+    start = head.index("winner")
+    assert " ".join(line[start : start + len(LONG)].split("  ")[0] for line in body[1 : 1 + folds]).strip() == LONG
+
+
+def test_table_cuts_nothing_at_any_width():
+    short, long = lines((PROBLEM, 8.0)), with_long_winner()
+    for width in range(80, 220):
+        for found in (short, long):
+            text = printed(report.table(found, width), width)
+            words = " ".join(text).split()
+            assert [word for word in (*NUMBERS, *WINNER.label().split()) if word not in words] == [], width
+            assert "\u2026" not in "".join(text), width
+            assert len(text) <= 2 + 3 * len(found), width
 
 
 def test_lines_as_json_are_plain():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -12,7 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_gpu import DEFAULT, H200, OLD, PROBLEM, TILES, VERSIONS, FakeGpu, make_resources, template_of, us_of
+from fake_gpu import (
+    COMPILED_US,
+    DEFAULT,
+    H200,
+    OLD,
+    PROBLEM,
+    TILES,
+    TORCH_US,
+    VERSIONS,
+    FakeGpu,
+    make_resources,
+    template_of,
+    us_of,
+)
 from test_pool import alive, wait_until
 
 from tunegen import paths, render, worker
@@ -584,6 +598,23 @@ def test_command_ends_with_table_sentence_and_database(bench):
     ]
     assert "\x1b" not in stdout
     assert "\r" not in stdout
+
+
+def test_command_on_a_terminal_of_80_columns_shows_every_number(bench):
+    command = bench.gpu.command(
+        bench.package, "sweep", "--hidden", "4096", "--rows", "1024", "--direction", "forward", "--db", str(bench.db)
+    )
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**{name: value for name, value in os.environ.items() if name != "CI"}, **terminal}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", found.stdout)
+    lines = plain[plain.index("direction") :].splitlines()
+    factors = (10, TORCH_US, COMPILED_US, us_of(PROBLEM, DEFAULT))
+    us = us_of(PROBLEM, BEST)
+    numbers = [us, 2 * 1024 * 4096 * 2 / us / 1e6, *(factor / us for factor in factors)]
+    assert lines[0].split()[3:] == ["us", "TB/s", "of", "copy", "x", "torch", "x", "compile", "x", "default"]
+    assert lines[2].split() == ["forward", "1024", "4096", *(f"{number:.2f}" for number in numbers)]
+    assert lines[3].strip() == BEST.label()
 
 
 def test_command_prints_json_and_nothing_else(bench):

@@ -83,7 +83,7 @@ def _measured(db: Path, problems: Sequence[Problem], result: SweepResult, consol
         if best := next((config for config, stored in choices if stored.rows == problem.rows), None):
             winners[problem] = best
     found = report.lines(result.finals, winners, result.silicon)
-    console.print(report.table(found))
+    console.print(report.table(found, console.width))
     peak = f"at most {result.peak_bytes / 1e9:.2f} GB of its memory in use"
     console.print(f"GPU: {result.silicon.name}, {result.versions}, {peak}", soft_wrap=True)
     machine = {"gpu": result.silicon.name, "versions": result.versions, "peak_memory_bytes": result.peak_bytes}

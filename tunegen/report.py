@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from .evaluate import COMPILED, TORCH
 from .model import Config, Problem, Silicon, Trial, TrialState
@@ -17,6 +20,12 @@ from .space import load_space
 GAIN_WORTH_MORE_THAN = 0.02
 """A tuned choice less than this share faster than the built-in default is no gain: two measurements differ by as
 much."""
+
+COLUMNS = ("direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default")
+"""Of the table, without the winner."""
+
+LONG_WORD = len("PROGRAMS_PER_SM=1")
+"""What the end of a folded line may leave empty."""
 
 FAILURES_SHOWN = 20
 """Reasons listed at the end of a sweep, at most."""
@@ -76,28 +85,48 @@ def _line(problem: Problem, best: Trial, own: Sequence[Trial], default: Config |
     )
 
 
-def table(found: Sequence[Line]) -> Table:
-    """The table at the end of a sweep on a GPU."""
-    result = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("direction", "rows", "hidden"):
+def table(found: Sequence[Line], width: int) -> RenderableType:
+    """The table at the end of a sweep on a GPU. Where winners would take more than two lines of their column, each
+    stands below its numbers instead."""
+    cells = [_cells(line) for line in found]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
+    longest = max((len(line.winner) for line in found), default=0)
+    room = width - sum(widths) - 3 * (len(COLUMNS) + 1) - 1  # the space around each column, and at the right end
+    if 2 * room < longest + LONG_WORD and room < longest:
+        return _stacked(found, cells, widths, width)
+    result = Table(box=box.SIMPLE_HEAD)
+    for name in COLUMNS:
+        if name == "us":
+            result.add_column("winner", overflow="fold")
         result.add_column(name, justify="right" if name != "direction" else "left", no_wrap=True)
-    result.add_column("winner", min_width=28, overflow="fold")
-    for name in ("us", "TB/s", "of copy", "x torch", "x compile", "x default"):
-        result.add_column(name, justify="right", no_wrap=True)
-    for line in found:
-        result.add_row(
-            line.direction,
-            str(line.rows),
-            str(line.hidden),
-            line.winner,
-            f"{line.us:.2f}",
-            f"{line.tb_per_s:.2f}",
-            _number(line.share_of_copy),
-            _number(line.over_torch),
-            _number(line.over_compiled),
-            _number(line.over_default),
-        )
+    place = COLUMNS.index("us")
+    for line, row in zip(found, cells, strict=True):
+        result.add_row(*row[:place], line.winner, *row[place:])
     return result
+
+
+def _stacked(
+    found: Sequence[Line], cells: Sequence[Sequence[str]], widths: Sequence[int], width: int
+) -> RenderableType:
+    """Two lines a problem, or three: its numbers, and the winner over the whole width."""
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
+
+    def numbers(row: Sequence[str]) -> Text:
+        aligned = [cell.rjust(size) for cell, size in zip(row, widths, strict=True)]
+        return Text(gap.join([row[0].ljust(widths[0]), *aligned[1:]]))
+
+    below = [Padding(Text(line.winner), (0, 0, 0, 4), expand=False) for line in found]
+    rows = [part for pair in zip(map(numbers, cells), below, strict=True) for part in pair]
+    head = numbers(COLUMNS)
+    head.stylize("bold")
+    return Group(Text(), head, Text("\u2500" * len(head)), *rows, Text())
+
+
+def _cells(line: Line) -> list[str]:
+    """The numbers of a line as text, by column."""
+    factors = (line.share_of_copy, line.over_torch, line.over_compiled, line.over_default)
+    size = (line.direction, str(line.rows), str(line.hidden))
+    return [*size, f"{line.us:.2f}", f"{line.tb_per_s:.2f}", *map(_number, factors)]
 
 
 def estimated_table(found: Sequence[Trial], per_problem: int = 3) -> Table:
