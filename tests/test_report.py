@@ -149,12 +149,15 @@ def test_estimates_are_ranked_within_each_problem():
         return Trial(problem, config, TrialState.OK, kind="estimated", resources=resources, estimate_us=us)
 
     trials = [estimate(c, us) for c, us in zip(TILES[:4], (9.0, 7.0, 8.0, 6.5), strict=True)]
-    _, _, *body = shown(
-        report.estimated_table([*trials, estimate(TILES[0], 3.0, FEW), failed(TILES[5])], per_problem=3)
-    )
+    found = [*trials, estimate(TILES[0], 3.0, FEW), failed(TILES[5])]
+    _, _, *body = shown(report.estimated_table(found, 1000, per_problem=3))
     assert [row[-1] for row in body] == ["6.5", "7.0", "8.0", "3.0"]
     assert body[0][-4:] == ["40", "0", "2048", "6.5"]
     assert [row[:2] == ["forward", "1024x4096"] for row in body] == [True, False, False, False]
+    narrow = printed(report.estimated_table(found, 80, per_problem=3), 80)
+    assert narrow[0].split() == ["problem", "registers", "spilled", "B", "shared", "B", "estimate", "us"]
+    assert [line.split()[-4:] for line in narrow[2::2]] == [row[-4:] for row in body]
+    assert narrow[3::2] == [f"    {TILES[i].label()}" for i in (3, 1, 2, 0)]
 
 
 # The sentence

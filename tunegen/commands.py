@@ -92,7 +92,7 @@ def _measured(db: Path, problems: Sequence[Problem], result: SweepResult, consol
 
 def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> dict[str, Any]:
     """Print what a sweep without a GPU found, and return it for JSON."""
-    console.print(report.estimated_table(trials))
+    console.print(report.estimated_table(trials, console.width))
     families = {(t.problem.direction, t.config.family) for t in trials}
     good = sum(t.state is TrialState.OK for t in trials)
     distinct = len({(t.problem.direction, t.config) for t in trials})

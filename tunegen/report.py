@@ -86,40 +86,9 @@ def _line(problem: Problem, best: Trial, own: Sequence[Trial], default: Config |
 
 
 def table(found: Sequence[Line], width: int) -> RenderableType:
-    """The table at the end of a sweep on a GPU. Where winners would take more than two lines of their column, each
-    stands below its numbers instead."""
+    """The table at the end of a sweep on a GPU, for a terminal of that width."""
     cells = [_cells(line) for line in found]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-    longest = max((len(line.winner) for line in found), default=0)
-    room = width - sum(widths) - 3 * (len(COLUMNS) + 1) - 1  # the space around each column, and at the right end
-    if 2 * room < longest + LONG_WORD and room < longest:
-        return _stacked(found, cells, widths, width)
-    result = Table(box=box.SIMPLE_HEAD)
-    for name in COLUMNS:
-        if name == "us":
-            result.add_column("winner", overflow="fold")
-        result.add_column(name, justify="right" if name != "direction" else "left", no_wrap=True)
-    place = COLUMNS.index("us")
-    for line, row in zip(found, cells, strict=True):
-        result.add_row(*row[:place], line.winner, *row[place:])
-    return result
-
-
-def _stacked(
-    found: Sequence[Line], cells: Sequence[Sequence[str]], widths: Sequence[int], width: int
-) -> RenderableType:
-    """Two lines a problem, or three: its numbers, and the winner over the whole width."""
-    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
-
-    def numbers(row: Sequence[str]) -> Text:
-        aligned = [cell.rjust(size) for cell, size in zip(row, widths, strict=True)]
-        return Text(gap.join([row[0].ljust(widths[0]), *aligned[1:]]))
-
-    below = [Padding(Text(line.winner), (0, 0, 0, 4), expand=False) for line in found]
-    rows = [part for pair in zip(map(numbers, cells), below, strict=True) for part in pair]
-    head = numbers(COLUMNS)
-    head.stylize("bold")
-    return Group(Text(), head, Text("\u2500" * len(head)), *rows, Text())
+    return _fitted(COLUMNS, cells, "winner", [line.winner for line in found], COLUMNS.index("us"), width)
 
 
 def _cells(line: Line) -> list[str]:
@@ -129,29 +98,59 @@ def _cells(line: Line) -> list[str]:
     return [*size, f"{line.us:.2f}", f"{line.tb_per_s:.2f}", *map(_number, factors)]
 
 
-def estimated_table(found: Sequence[Trial], per_problem: int = 3) -> Table:
-    """The best-ranked candidates of each problem of a sweep without a GPU."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("problem", "candidate"):
-        result.add_column(name, min_width=24, overflow="fold")
-    for name in ("registers", "spilled B", "shared B", "estimate us"):
-        result.add_column(name, justify="right")
+def estimated_table(found: Sequence[Trial], width: int, per_problem: int = 3) -> RenderableType:
+    """The best-ranked candidates of each problem of a sweep without a GPU, for a terminal of that width."""
+    cells, labels = [], []
     for problem in dict.fromkeys(t.problem for t in found):
         ranked = sorted(
             (t for t in found if t.problem == problem and t.estimate_us is not None and t.kind == "estimated"),
             key=_rank,
         )
         for place, trial in enumerate(ranked[:per_problem]):
-            assert trial.resources is not None
-            result.add_row(
-                problem.label() if place == 0 else "",
-                trial.config.label(),
-                str(trial.resources.registers),
-                str(trial.resources.spill_bytes),
-                str(trial.resources.shared_bytes),
-                f"{trial.estimate_us:.1f}",
-            )
+            spent = trial.resources
+            assert spent is not None
+            numbers = map(str, (spent.registers, spent.spill_bytes, spent.shared_bytes))
+            cells.append(["" if place else problem.label(), *numbers, f"{trial.estimate_us:.1f}"])
+            labels.append(trial.config.label())
+    columns = ("problem", "registers", "spilled B", "shared B", "estimate us")
+    return _fitted(columns, cells, "candidate", labels, 1, width)
+
+
+def _fitted(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], name: str, labels: Sequence[str], place: int, width: int
+) -> RenderableType:
+    """A table of cells, with labels as one more column called `name`. Where they would take more than two lines of it,
+    each stands below its cells instead."""
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    longest = max(map(len, labels), default=0)
+    room = width - sum(widths) - 3 * (len(columns) + 1) - 1  # the space around each column, and at the right end
+    if room < longest and 2 * room < longest + LONG_WORD:
+        return _stacked(columns, cells, labels, widths, width)
+    result = Table(box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        if i == place:
+            result.add_column(name, overflow="fold")
+        result.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for row, label in zip(cells, labels, strict=True):
+        result.add_row(*row[:place], label, *row[place:])
     return result
+
+
+def _stacked(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], labels: Sequence[str], widths: Sequence[int], width: int
+) -> RenderableType:
+    """A line of cells, and below it its label over the whole width."""
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
+
+    def line(row: Sequence[str]) -> Text:
+        aligned = [cell.rjust(size) for cell, size in zip(row, widths, strict=True)]
+        return Text(gap.join([row[0].ljust(widths[0]), *aligned[1:]]))
+
+    below = [Padding(Text(label), (0, 0, 0, 4), expand=False) for label in labels]
+    rows = [part for pair in zip(map(line, cells), below, strict=True) for part in pair]
+    head = line(columns)
+    head.stylize("bold")
+    return Group(Text(), head, Text("\u2500" * len(head)), *rows, Text())
 
 
 def _rank(trial: Trial) -> tuple[float, int, int, str]:
