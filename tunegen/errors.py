@@ -37,3 +37,7 @@ class ResourceMissingError(TunegenError):
 
 class WorkerError(TunegenError):
     """The measuring process cannot be started or kept alive."""
+
+
+class UnknownNorm(TunegenError):
+    """A module is no RMSNorm that `rms_norm` could stand in for."""

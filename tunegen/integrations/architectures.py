@@ -1,0 +1,72 @@
+"""The norm classes of an architecture of Hugging Face transformers, found in its modeling module."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..errors import UnknownNorm
+from .recognition import Contract, recognise
+
+PROBE_HIDDEN = 64
+
+
+def norm_classes(architecture: str) -> Iterator[tuple[str, type[nn.Module]]]:
+    """`(name in the module, class)` of everything called a norm there, Liger's classes in place of its own included.
+
+    Raises ValueError for a name that transformers does not have, ImportError without transformers.
+    """
+    try:
+        models = importlib.import_module("transformers.models")
+    except ImportError as error:
+        message = 'transformers is not installed: pip install "tunegen[qwen3]", or pass a model in place of its name'
+        raise ImportError(message) from error
+    name = architecture.replace("-", "_").lower()
+    try:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    except ModuleNotFoundError as error:
+        known = sorted(entry.name for entry in pkgutil.iter_modules(models.__path__) if entry.ispkg)
+        near = difflib.get_close_matches(name, known, 5) or ["qwen3", "llama", "gemma3"]
+        message = f"transformers has no architecture {architecture!r}, but {len(known)} others such as"
+        raise ValueError(f"{message} {', '.join(near)}") from error
+    for key, value in sorted(vars(module).items()):
+        if "norm" in key.lower() and isinstance(value, type) and issubclass(value, nn.Module):
+            yield key, value
+
+
+def instance_of(cls: type[nn.Module]) -> nn.Module:
+    """A small module of a norm class, as its constructor makes it by default.
+
+    Raises UnknownNorm where it cannot be made of a hidden size alone, or where a switch of its constructor changes what
+    it computes: a class is patched for all its modules at once.
+    """
+    try:
+        found = _make(cls)
+    except Exception as error:
+        raise UnknownNorm("it cannot be constructed of a hidden size alone") from error
+    contract = _contract(found)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if isinstance(parameter.default, bool) and _contract(_make(cls, **{name: not parameter.default})) not in (
+            contract,
+            None,
+        ):
+            raise UnknownNorm(f"its {name} changes what it computes: patch the model in place of the class")
+    return found
+
+
+def _make(cls: type[nn.Module], **switches: bool) -> nn.Module:
+    with torch.device("cpu"):
+        return cls(PROBE_HIDDEN, **switches)
+
+
+def _contract(module: nn.Module) -> Contract | None:
+    try:
+        return recognise(module)(module)
+    except UnknownNorm:
+        return None
