@@ -7,13 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .integrations.patching import patch, unpatch
+    from .integrations.recording import record
     from .ops.rms_norm import rms_norm
     from .ops.rms_norm_module import RMSNorm
 
-__all__ = ["RMSNorm", "rms_norm"]
+__all__ = ["RMSNorm", "patch", "record", "rms_norm", "unpatch"]
 __version__ = "0.1.0"
 
-_HOMES = {"rms_norm": ".ops.rms_norm", "RMSNorm": ".ops.rms_norm_module"}
+_HOMES = {
+    "rms_norm": ".ops.rms_norm",
+    "RMSNorm": ".ops.rms_norm_module",
+    "patch": ".integrations.patching",
+    "unpatch": ".integrations.patching",
+    "record": ".integrations.recording",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -39,5 +39,9 @@ class WorkerError(TunegenError):
     """The measuring process cannot be started or kept alive."""
 
 
-class UnknownNorm(TunegenError):
+class UnknownNormError(TunegenError):
     """A module is no RMSNorm that `rms_norm` could stand in for."""
+
+
+class RecordingError(TunegenError):
+    """A file of recorded problems cannot be read, written or understood."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from .errors import ResourceMissingError
@@ -62,3 +64,17 @@ def interpreted() -> bool:
 def continuous_integration() -> bool:
     """`CI`: set by the usual services; progress is then printed as plain lines."""
     return bool(os.environ.get("CI"))
+
+
+def write_whole(path: Path, text: bytes, mode: int = 0o600) -> None:
+    """Write a file so that others see all of it or none, whatever fails. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
@@ -87,24 +86,12 @@ def write(source: KernelSource) -> Path:
     path = _build_folder() / f"{source.template}_{hashlib.sha256(text).hexdigest()[:16]}.py"
     try:
         if not path.exists() or path.read_bytes() != text:
-            _replace(path, text)
+            paths.write_whole(path, text)
     except OSError as error:
         raise BuildError(
             f"cannot write the rendered kernel {path}: {error}; free space there or set TUNEGEN_BUILD"
         ) from error
     return path
-
-
-def _replace(path: Path, text: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
 
 
 def _build_folder() -> Path:

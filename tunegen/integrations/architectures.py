@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..errors import UnknownNorm
+from ..errors import UnknownNormError
 from .recognition import Contract, recognise
 
 PROBE_HIDDEN = 64
@@ -43,20 +43,20 @@ def norm_classes(architecture: str) -> Iterator[tuple[str, type[nn.Module]]]:
 def instance_of(cls: type[nn.Module]) -> nn.Module:
     """A small module of a norm class, as its constructor makes it by default.
 
-    Raises UnknownNorm where it cannot be made of a hidden size alone, or where a switch of its constructor changes what
-    it computes: a class is patched for all its modules at once.
+    Raises UnknownNormError where it cannot be made of a hidden size alone, or where a switch of its constructor changes
+    what it computes: a class is patched for all its modules at once.
     """
     try:
         found = _make(cls)
     except Exception as error:
-        raise UnknownNorm("it cannot be constructed of a hidden size alone") from error
+        raise UnknownNormError("it cannot be constructed of a hidden size alone") from error
     contract = _contract(found)
     for name, parameter in inspect.signature(cls).parameters.items():
         if isinstance(parameter.default, bool) and _contract(_make(cls, **{name: not parameter.default})) not in (
             contract,
             None,
         ):
-            raise UnknownNorm(f"its {name} changes what it computes: patch the model in place of the class")
+            raise UnknownNormError(f"its {name} changes what it computes: patch the model in place of the class")
     return found
 
 
@@ -68,5 +68,5 @@ def _make(cls: type[nn.Module], **switches: bool) -> nn.Module:
 def _contract(module: nn.Module) -> Contract | None:
     try:
         return recognise(module)(module)
-    except UnknownNorm:
+    except UnknownNormError:
         return None

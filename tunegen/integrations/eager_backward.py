@@ -32,15 +32,17 @@ class _EagerBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         eps, offset, casting = ctx.contract
+        x: Any
+        weight: Any
         again = torch.is_grad_enabled()  # create_graph=True
         with torch.enable_grad():
             # An alias of each, so that the graph of this formula alone is walked.
-            inputs = [None if t is None else t.view_as(t) if again else t.detach() for t in ctx.saved_tensors]
-            wanted = [t for t, need in zip(inputs, ctx.needs_input_grad, strict=False) if need]
-            for tensor in wanted:
+            x, weight = (None if t is None else t.view_as(t) if again else t.detach() for t in ctx.saved_tensors)
+            needed = [t for t, need in zip((x, weight), ctx.needs_input_grad, strict=False) if need]
+            for tensor in needed:
                 if not tensor.requires_grad:
                     tensor.requires_grad_()
-            y = reference.rms_norm(inputs[0], inputs[1], eps, offset=offset, casting=casting)
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again))
+            y = reference.rms_norm(x, weight, eps, offset=offset, casting=casting)
+            found = iter(torch.autograd.grad(y, needed, dy, create_graph=again))
         dx, dw = (next(found) if need else None for need in ctx.needs_input_grad[:2])
         return dx, dw, None, None, None

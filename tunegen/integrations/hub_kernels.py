@@ -8,11 +8,15 @@ nothing but this module; nothing is downloaded.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 NAME, OWN_NAME = "kernel_layer_name", "_tunegen_kernel_layer_name"
+
+
+ABILITIES = {"has_backward": True, "can_torch_compile": True}
 
 
 def offer(cls: type[nn.Module]) -> None:
@@ -22,12 +26,12 @@ def offer(cls: type[nn.Module]) -> None:
     if name is None or library is None:
         return
     layer = type(f"Tunegen{cls.__name__}", (nn.Module,), {"forward": cls.forward, **ABILITIES})
+    repository = _Repository(layer, whole=not hasattr(library, "FuncRepository"))
     setattr(cls, OWN_NAME, name)
     setattr(cls, NAME, f"tunegen.{cls.__module__}.{cls.__qualname__}")
-    library.register_kernel_mapping({getattr(cls, NAME): {"cuda": {mode: _Repository(layer) for mode in _modes(library)}}})
-
-
-ABILITIES = {"has_backward": True, "can_torch_compile": True}
+    mode = library.Mode
+    modes = [kind | more for kind in (mode.TRAINING, mode.INFERENCE) for more in (kind, mode.TORCH_COMPILE)]
+    library.register_kernel_mapping({getattr(cls, NAME): {"cuda": dict.fromkeys(modes, repository)}})
 
 
 def withdraw(cls: type[nn.Module]) -> None:
@@ -37,20 +41,16 @@ def withdraw(cls: type[nn.Module]) -> None:
         delattr(cls, OWN_NAME)
 
 
-def _modes(library: Any) -> list[Any]:
-    mode = library.Mode
-    return [both | more for both in (mode.TRAINING, mode.INFERENCE) for more in (mode.TORCH_COMPILE, both)]
-
-
 class _Repository:
-    """What `kernels` takes for a place to load a layer from."""
+    """What `kernels` takes for a place to load a layer from. Before its release 0.11 that is a module with `layers`
+    (`whole`), since then the layer itself."""
 
-    def __init__(self, layer: type[nn.Module]) -> None:
-        self.layer_name, self._layer = layer.__name__, layer
+    def __init__(self, layer: type[nn.Module], *, whole: bool) -> None:
+        self.layer_name, self._layer, self._whole = layer.__name__, layer, whole
 
-    def load(self) -> type[nn.Module]:
+    def load(self) -> Any:
         """The layer, whose forward a module is given."""
-        return self._layer
+        return SimpleNamespace(layers=SimpleNamespace(**{self.layer_name: self._layer})) if self._whole else self._layer
 
     def __str__(self) -> str:
         return "tunegen"

@@ -8,13 +8,13 @@ and classes stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnknownNorm
+from ..errors import UnknownNormError
 from ..ops.rms_norm import rms_norm
 from .architectures import instance_of, norm_classes
 from .eager_backward import rms_norm_eager_backward
@@ -40,8 +40,8 @@ def patch(target: str | nn.Module, *, backward: str = "tuned") -> PatchReport:
         backward: "tuned", or "eager" for torch's operators in backward (the forward-only tier).
 
     Returns:
-        What was replaced, under which contract, what was left and why. A norm keeps its dtype of result: where a norm of
-        the Llama kind promotes (fp32 weight, bf16 x), the result is rounded to x's dtype and then promoted.
+        What was replaced, under which contract, what was left and why. A norm keeps the dtype of its result: where one
+        of the Llama kind promotes (fp32 weight, bf16 x), the result is rounded to x's dtype and then promoted.
 
     Raises:
         TypeError: target is neither a model nor a name.
@@ -87,7 +87,7 @@ def _eager(x: Tensor, weight: Tensor | None, contract: Contract) -> Tensor:
     return rms_norm_eager_backward(x, weight, contract.eps, offset=contract.offset, casting=contract.casting)
 
 
-def _forward(norm: Norm, read: Reader) -> FunctionType:
+def _forward(norm: Norm, read: Reader) -> Callable[[Any, Tensor], Tensor]:
     """The `forward` that takes the place of a module's own."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def _patch_modules(model: nn.Module, norm: Norm) -> PatchReport:
         if not is_candidate(module):
             continue
         try:
-            read = recognise(module, _own_forward(type(module)))
-        except UnknownNorm as error:
+            read = recognise(module, own_forward(type(module)))
+        except UnknownNormError as error:
             left.append(Left(name, type(module).__name__, str(error)))
             continue
         # accelerate's hooks wrap the forward that they found: it is the inner one that is replaced.
@@ -136,17 +136,17 @@ def _patch_classes(architecture: str, norm: Norm) -> PatchReport:
         try:
             module = instance_of(cls)
             read = recognise(module)
-        except UnknownNorm as error:
+        except UnknownNormError as error:
             left.append(Left(name, cls.__name__, str(error)))
             continue
         setattr(cls, ORIGINAL, ("forward", vars(cls).get("forward")))
-        cls.forward = _forward(norm, read)  # type: ignore[method-assign]
+        cls.forward = _forward(norm, read)
         offer(cls)
         replaced.append(Replaced(name, cls.__name__, None, read(module)))
     return PatchReport(tuple(replaced), tuple(left), ())
 
 
-def _own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+def own_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     """What a class computes, patched or not."""
     for base in cls.__mro__:
         if ORIGINAL in vars(base) and vars(base)[ORIGINAL][1] is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compile import first_line
-from ..errors import UnknownNorm
+from ..errors import UnknownNormError
 from ..model import CASTINGS
 from ..reference import rms_norm
 
@@ -58,25 +58,25 @@ def recognise(module: nn.Module, forward: Callable[..., Any] | None = None) -> R
         forward: the function that defines what is computed, by default that of its class.
 
     Raises:
-        UnknownNorm: it is no RMSNorm over the last axis that `rms_norm` computes; the message says why.
+        UnknownNormError: it is no RMSNorm over the last axis that `rms_norm` computes; the message says why.
     """
     if type(module).__module__.startswith("liger_kernel."):
         return _liger_reader(module)
     if objection := _objection(module):
-        raise UnknownNorm(objection)
+        raise UnknownNormError(objection)
     forward = forward or type(module).forward
     if len(list(_required(forward))) != 2:
-        raise UnknownNorm("its forward takes other arguments than one tensor")
+        raise UnknownNormError("its forward takes other arguments than one tensor")
     name = _eps_name(module)
     assert name is not None
     probe = _stand_in(module)
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             offset, casting = _formula(lambda x: forward(probe, x), probe, float(getattr(module, name)))
-    except UnknownNorm:
+    except UnknownNormError:
         raise
     except Exception as error:  # it is other people's code, with whatever it needs
-        raise UnknownNorm(f"its forward could not be tried: {first_line(error)}") from error
+        raise UnknownNormError(f"its forward could not be tried: {first_line(error)}") from error
     return lambda self: Contract(float(getattr(self, name)), offset, casting)
 
 
@@ -117,7 +117,7 @@ def _liger_reader(module: nn.Module) -> Reader:
     """Liger's modules run on a GPU alone, and carry their contract as attributes."""
     casting = getattr(module, "casting_mode", None)
     if casting not in LIGER_CASTINGS:
-        raise UnknownNorm(f"Liger's casting {casting!r} is none of {', '.join(LIGER_CASTINGS)}")
+        raise UnknownNormError(f"Liger's casting {casting!r} is none of {', '.join(LIGER_CASTINGS)}")
     return lambda self: Contract(float(self.variance_epsilon), float(self.offset), LIGER_CASTINGS[self.casting_mode])
 
 
@@ -128,14 +128,17 @@ def _stand_in(module: nn.Module) -> nn.Module:
     internal = probe.__dict__.keys()
     probe.__dict__.update({k: v for k, v in vars(module).items() if k not in internal and k != "forward"})
     probe.training = module.training
+    for name in module._parameters:
+        probe.register_parameter(name, None)
     weight = getattr(module, "weight", None)
-    random = None if weight is None else torch.randn(weight.shape, generator=_generator(), device="cpu")
+    random = None if weight is None else _random(weight.shape)
     probe.register_parameter("weight", None if random is None else nn.Parameter(0.5 * random, requires_grad=False))
     return probe
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(0)
+def _random(shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _formula(run: Callable[[Tensor], Any], probe: nn.Module, eps: float) -> tuple[float, str]:
@@ -143,12 +146,12 @@ def _formula(run: Callable[[Tensor], Any], probe: nn.Module, eps: float) -> tupl
     weight = probe.weight if isinstance(probe.weight, Tensor) else None
     hidden = PROBE_HIDDEN if weight is None else weight.shape[0]
     rows = max(8, PROBE_ELEMENTS // hidden) & ~1
-    scales = torch.tensor([1.0, max(eps, 1e-12) ** 0.5, 30.0, 0.02]).repeat(-(-rows // 4))[:rows, None]
-    x = scales * torch.randn((rows, hidden), generator=_generator())
+    scales = torch.tensor([1.0, max(eps, 1e-12) ** 0.5, 30.0, 0.02], dtype=torch.float32).repeat(-(-rows // 4))
+    x = scales[:rows, None] * _random((rows, hidden))
     # Four axes, so that one that norms over another axis than the last shows, or takes apart three.
     got = run(x.view(2, rows // 2, 1, hidden))
     if not isinstance(got, Tensor) or got.shape != (2, rows // 2, 1, hidden):
-        raise UnknownNorm("its result has another shape than its input")
+        raise UnknownNormError("its result has another shape than its input")
     offset = _offset(got.view(rows, hidden), x, weight, eps)
     if weight is not None:
         probe.weight = nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)
@@ -160,16 +163,18 @@ def _offset(got: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> float:
         want = rms_norm(x, weight, eps, offset=offset)
         if bool(((got - want).abs() <= FP32_TOLERANCE * want.abs().amax(-1, keepdim=True)).all()):
             return offset
-    raise UnknownNorm("it computes something else than an RMSNorm with weight or 1 + weight")
+    raise UnknownNormError("it computes something else than an RMSNorm with weight or 1 + weight")
 
 
 def _casting(got: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> str:
     if got.dtype != x.dtype:
-        raise UnknownNorm(f"it makes {got.dtype} of {x.dtype}")
+        raise UnknownNormError(f"it makes {got.dtype} of {x.dtype}")
     weight = None if weight is None else weight.to(x.dtype)
     wants = {casting: rms_norm(x, weight, eps, offset=offset, casting=casting) for casting in CASTINGS}
     different = {casting: float((got != want).float().mean()) for casting, want in wants.items()}
     best = min(CASTINGS, key=lambda casting: different[casting])
     if not different[best] <= BF16_DIFFERENT:
-        raise UnknownNorm(f"it rounds otherwise: {different[best]:.0%} of its bf16 elements differ, it may sum in bf16")
+        raise UnknownNormError(
+            f"it rounds otherwise: {different[best]:.0%} of its bf16 elements differ, it may sum in bf16"
+        )
     return best

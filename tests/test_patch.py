@@ -1,0 +1,409 @@
+"""`patch` on small models of each architecture: what is replaced, that nothing else changes, that it can be undone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, NORMS, batch, gradients, tiny, tokens
+from torch import nn
+
+import tunegen
+from tunegen.integrations import patching
+from tunegen.integrations.patching import ORIGINAL
+from tunegen.integrations.recognition import Contract
+
+transformers = pytest.importorskip("transformers")
+
+every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The contracts with which the op was called."""
+    found = []
+    ours = patching.rms_norm
+
+    def noted(x, weight=None, eps=1e-6, *, offset=0.0, casting="fp32"):
+        found.append((tuple(x.shape), eps, offset, casting))
+        return ours(x, weight, eps, offset=offset, casting=casting)
+
+    monkeypatch.setattr(patching, "rms_norm", noted)
+    return found
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def by_name(request):
+    """An architecture whose classes are patched while the test runs."""
+    report = tunegen.patch(request.param)
+    yield request.param, report
+    tunegen.unpatch(request.param)
+
+
+def gemma(architecture):
+    return architecture.startswith("gemma")
+
+
+def modeling(architecture):
+    return sys.modules[f"transformers.models.{architecture}.modeling_{architecture}"]
+
+
+def close(got, want, dtype):
+    scale = max(float(want.abs().max()), 1e-3)
+    return float((got.double() - want.double()).abs().max()) <= 8 * torch.finfo(dtype).eps * scale
+
+
+@every_architecture
+def test_each_norm_is_replaced_under_its_contract(architecture, calls):
+    model = tiny(architecture)
+    report = tunegen.patch(model)
+    assert (len(report.replaced), report.left, report.notes) == (NORMS[architecture], (), ())
+    contract = Contract(1e-6, 1.0, "fp32") if gemma(architecture) else Contract(1e-6, 0.0, "llama")
+    eps = model.config.rms_norm_eps
+    assert {r.contract for r in report.replaced} == {contract._replace(eps=eps)}
+    assert {r.name for r in report.replaced} == {n for n, _ in model.named_modules() if n.endswith("norm")}
+    model(tokens())
+    assert len(calls) == NORMS[architecture]
+    assert {call[1:] for call in calls} == {tuple(contract._replace(eps=eps))}
+
+
+@every_architecture
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_and_gradients_are_those_of_the_model(architecture, dtype):
+    model = tiny(architecture, dtype)
+    logits, grads = gradients(model)
+    tunegen.patch(model)
+    patched_logits, patched_grads = gradients(model)
+    # On the CPU both are torch operators, and forward has the same ones.
+    assert torch.equal(patched_logits, logits)
+    assert patched_grads.keys() == grads.keys()
+    for name, want in grads.items():
+        if dtype == torch.float32:
+            assert close(patched_grads[name], want, dtype), name
+
+
+@every_architecture
+def test_eager_backward_has_the_same_gradients(architecture):
+    model = tiny(architecture)
+    logits, grads = gradients(model)
+    report = tunegen.patch(model, backward="eager")
+    assert len(report.replaced) == NORMS[architecture]
+    patched_logits, patched_grads = gradients(model)
+    assert torch.equal(patched_logits, logits)
+    for name, want in grads.items():
+        assert close(patched_grads[name], want, torch.float32), name
+
+
+def test_classes_are_patched_for_models_built_before_and_after(calls):
+    before = tiny("qwen3")
+    report = tunegen.patch("qwen3")
+    try:
+        after = tiny("qwen3")
+        assert [(r.name, r.kind, r.hidden) for r in report.replaced] == [("Qwen3RMSNorm", "Qwen3RMSNorm", None)]
+        for model in (before, after):
+            calls.clear()
+            model(tokens())
+            assert len(calls) == NORMS["qwen3"]
+    finally:
+        assert tunegen.unpatch("qwen3") == 1
+    calls.clear()
+    before(tokens())
+    assert not calls
+
+
+def test_class_reads_eps_of_each_module(by_name, calls):
+    architecture, _ = by_name
+    model = tiny(architecture, rms_norm_eps=0.125)
+    model(tokens())
+    assert {call[1] for call in calls} == {0.125}
+
+
+def test_class_patch_leaves_logits(by_name):
+    architecture, _ = by_name
+    model = tiny(architecture)
+    patched = model(tokens()).logits
+    tunegen.unpatch(architecture)
+    assert torch.equal(patched, model(tokens()).logits)
+
+
+def test_other_architectures_stay(calls):
+    tunegen.patch("qwen3")
+    try:
+        tiny("llama")(tokens())
+        assert not calls
+    finally:
+        tunegen.unpatch("qwen3")
+
+
+@every_architecture
+def test_unpatch_leaves_no_trace(architecture, calls):
+    model = tiny(architecture)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    tunegen.patch(model)
+    assert tunegen.unpatch(model) == NORMS[architecture]
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    model(tokens())
+    assert not calls
+    assert tunegen.unpatch(model) == 0
+
+
+def test_unpatched_class_is_what_it_was():
+    tunegen.patch("qwen3")
+    tunegen.unpatch("qwen3")
+    cls = modeling("qwen3").Qwen3RMSNorm
+    assert cls.forward.__module__ == cls.__module__
+    assert not [name for name in vars(cls) if "tunegen" in name]
+
+
+def test_patching_twice_is_patching_once(calls):
+    model = tiny("qwen3")
+    tunegen.patch(model)
+    tunegen.patch(model, backward="eager")
+    tunegen.patch(model)
+    model(tokens())
+    assert len(calls) == NORMS["qwen3"]
+    assert tunegen.unpatch(model) == NORMS["qwen3"]
+    assert not [name for module in model.modules() for name in vars(module) if name in ("forward", ORIGINAL)]
+
+
+@every_architecture
+def test_state_dicts_are_unchanged(architecture):
+    model, other = tiny(architecture), tiny(architecture, seed=5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tunegen.patch(model)
+    assert model.state_dict().keys() == before.keys()
+    other.load_state_dict(model.state_dict())
+    model.load_state_dict(before)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_copies_and_pickles_of_a_patched_model_work(calls):
+    model = tiny("qwen3")
+    tunegen.patch(model)
+    want = model(tokens()).logits
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    calls.clear()
+    assert torch.equal(twin(tokens()).logits, want)  # by its own weights, not those it was copied from
+    assert len(calls) == NORMS["qwen3"]
+    assert tunegen.unpatch(twin) == NORMS["qwen3"]
+    file = io.BytesIO()
+    torch.save(twin, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(tokens()).logits, want)
+
+
+def test_gradient_checkpointing_has_the_same_gradients():
+    model = tiny("qwen3").train()
+    _, want = gradients(model)
+    tunegen.patch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # 5.x has another name for it, 4.57 only this
+        model.gradient_checkpointing_enable()
+    _, got = gradients(model)
+    assert all(close(got[name], want[name], torch.float32) for name in want)
+
+
+def test_compiled_model_says_that_nothing_changes():
+    model = tiny("qwen3")
+    compiled = torch.compile(model, backend="eager")
+    report = tunegen.patch(compiled)
+    assert len(report.replaced) == NORMS["qwen3"]
+    assert "compiled" in report.notes[0]
+    tunegen.unpatch(compiled)
+    model.compile(backend="eager")
+    assert "compiled" in tunegen.patch(model).notes[0]
+
+
+def test_patched_model_compiles_whole():
+    model = tiny("qwen3")
+    want, grads = gradients(model)
+    tunegen.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got, compiled_grads = gradients(compiled)
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert {name.removeprefix("_orig_mod.") for name in compiled_grads} == grads.keys()
+
+
+class Dense(nn.Module):
+    """Norms of others around one of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.RMSNorm(16, eps=1e-5)
+        self.second = nn.RMSNorm(16)
+        self.third = nn.LayerNorm(16, bias=False)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+def test_what_is_left_is_named_with_the_reason(calls):
+    report = tunegen.patch(Dense())
+    assert [(r.name, r.kind, r.hidden, r.contract) for r in report.replaced] == [
+        ("first", "RMSNorm", 16, Contract(1e-5, 0.0, "fp32"))
+    ]
+    assert [(left.name, left.kind) for left in report.left] == [("second", "RMSNorm"), ("third", "LayerNorm")]
+    assert "eps is None" in report.left[0].reason
+    assert "something else" in report.left[1].reason
+    text = str(report)
+    assert "1 replaced, 2 left" in text
+    assert "eps 1e-05, offset 0, casting fp32" in text
+
+
+def test_model_may_be_a_norm_itself(calls):
+    norm = nn.RMSNorm(16, eps=1e-6)
+    assert tunegen.patch(norm).replaced[0].name == ""
+    norm(torch.ones(2, 16))
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="the model itself"):
+        tunegen.patch(nn.RMSNorm(16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("qwen33",), ValueError, r"qwen33.*such as qwen3"),
+        ((nn.Linear(4, 4),), ValueError, "nothing to patch"),
+        ((5,), TypeError, "int"),
+        ((nn.RMSNorm,), TypeError, "type"),
+    ],
+)
+def test_bad_targets_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        tunegen.patch(*arguments)
+
+
+def test_unknown_backward_is_refused_and_nothing_is_patched():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="tuned, eager"):
+        tunegen.patch(model, backward="triton")
+    assert tunegen.unpatch(model) == 0
+
+
+@pytest.mark.parametrize("target", [5, None])
+def test_unpatch_refuses_other_things(target):
+    with pytest.raises(TypeError, match="model or the name"):
+        tunegen.unpatch(target)
+
+
+def test_fp32_weight_promotes_as_in_the_original():
+    """Weights that PEFT keeps in fp32 under bf16 hidden states."""
+    model = tiny("llama", torch.bfloat16)
+    norm = model.model.norm.float()
+    x = torch.randn(3, 64).bfloat16()
+    want = norm(x).detach()
+    tunegen.patch(model)
+    got = norm(x).detach()
+    assert got.dtype == want.dtype == torch.float32
+    assert close(got, want, torch.bfloat16)
+
+
+def test_forward_of_others_is_kept_for_unpatch():
+    """As the `kernels` library and Liger leave it on a module."""
+    model = tiny("qwen3")
+    norm = model.model.norm
+    norm.forward = theirs = lambda hidden_states: hidden_states
+    tunegen.patch(model)
+    assert not torch.equal(norm(torch.ones(2, 64)), torch.ones(2, 64))
+    tunegen.unpatch(model)
+    assert norm.forward is theirs
+
+
+def test_forward_that_others_put_over_ours_stays():
+    model = tiny("qwen3")
+    tunegen.patch(model)
+    model.model.norm.forward = theirs = lambda hidden_states: hidden_states
+    assert tunegen.unpatch(model) == NORMS["qwen3"] - 1
+    assert model.model.norm.forward is theirs
+
+
+def test_hooks_of_accelerate_stay_around_ours(calls):
+    """accelerate keeps the forward that it wraps as `_old_forward`, and calls that."""
+    model = tiny("qwen3")
+    norm, moved = model.model.norm, []
+    norm._old_forward = norm.forward
+    norm.forward = lambda *args, **kwargs: moved.append(1) or norm._old_forward(*args, **kwargs)
+    tunegen.patch(model)
+    model(tokens())
+    assert (len(moved), len(calls)) == (1, NORMS["qwen3"])
+    tunegen.unpatch(model)
+    model(tokens())
+    assert (len(moved), len(calls)) == (2, NORMS["qwen3"])
+
+
+@pytest.mark.parametrize(("castings", "offset", "contract"), [("llama", 0.0, "llama"), ("gemma", 1.0, "fp32")])
+def test_modules_of_liger_carry_their_contract(monkeypatch, castings, offset, contract, calls):
+    """They run on a GPU alone, so that no formula can be tried; theirs or named as theirs."""
+    cls = type("LigerRMSNorm", (nn.Module,), {"__module__": "liger_kernel.transformers.rms_norm"})
+    module = cls()
+    module.weight = nn.Parameter(torch.ones(8))
+    module.variance_epsilon, module.offset, module.casting_mode = 1e-5, offset, castings
+    model = nn.Sequential(module)
+    assert tunegen.patch(model).replaced[0].contract == Contract(1e-5, offset, contract)
+    model(torch.ones(2, 8))
+    assert calls == [((2, 8), 1e-5, offset, contract)]
+    module.casting_mode = "none"
+    with pytest.raises(ValueError, match="Liger's casting 'none'"):
+        tunegen.patch(model)
+
+
+def test_hook_of_transformers_is_given_a_layer_of_its_own(monkeypatch):
+    """`use_kernels=True` binds what the `kernels` library finds under the layer's name."""
+    registered = {}
+    mode = SimpleNamespace(TRAINING=1, INFERENCE=2, TORCH_COMPILE=4)
+    library = SimpleNamespace(Mode=mode, register_kernel_mapping=registered.update, FuncRepository=object)
+    monkeypatch.setitem(sys.modules, "kernels", library)
+    cls = modeling("qwen3").Qwen3RMSNorm
+    monkeypatch.setattr(cls, "kernel_layer_name", "RMSNorm", raising=False)
+    tunegen.patch("qwen3")
+    try:
+        (name, devices), *others = registered.items()
+        assert cls.kernel_layer_name == name != "RMSNorm"
+        assert not others
+        assert devices["cuda"].keys() == {1, 2, 1 | 4, 2 | 4}
+        layer = devices["cuda"][1].load()
+        assert layer.forward is cls.forward
+        assert layer.has_backward
+        assert layer.can_torch_compile
+    finally:
+        tunegen.unpatch("qwen3")
+    assert cls.kernel_layer_name == "RMSNorm"
+
+
+def test_trainer_trains_a_patched_model(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny("qwen3")
+    tunegen.patch(model)
+    data = [{key: value[0] for key, value in batch().items()} for _ in range(4)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    before = model.model.norm.weight.detach().clone()
+    transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
+    assert not torch.equal(model.model.norm.weight, before)
+    assert tunegen.unpatch(model) == NORMS["qwen3"]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_adapters_of_peft_train_on_a_patched_model(calls):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["norm"], r=2)
+    model = peft.get_peft_model(tiny("qwen3"), config)
+    _, want = gradients(model)
+    report = tunegen.patch(model)
+    assert len(report.replaced) == 2 * NORMS["qwen3"]  # "norm" ends all their names; each original stays by its copy
+    calls.clear()
+    _, got = gradients(model)
+    assert len(calls) == NORMS["qwen3"]
+    assert got.keys() == want.keys()
+    assert any("norm" in name for name in got)
+    assert all(close(got[name], want[name], torch.float32) for name in want)

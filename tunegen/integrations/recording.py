@@ -1,0 +1,126 @@
+"""`record`: the norm problems of one real step of a model, by hooks that are taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnknownNormError
+from ..model import Problem
+from ..recorded import RecordedCall, Recording
+from ..reference import DTYPE_NAMES
+from .patching import own_forward
+from .recognition import Contract, is_candidate, recognise
+
+
+def record(model: nn.Module, batch: Any) -> Recording:
+    """Run one step of `model` and note every norm call: shapes, strides, dtypes, directions, counts.
+
+    The step is `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`. A model in
+    training mode also runs backward, from the `loss` of the result (or the result itself) where that is one number.
+    Gradients that are there stay as they are, and random numbers go on as if nothing had run.
+
+    Args:
+        model: patched or not; its norms are recognised as by `patch`.
+        batch: what the model takes; for backward it holds the labels too.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: no norm that tunegen knows ran; or the model is in training mode and its result has no loss.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(model).__name__}")
+    notes: Counter[RecordedCall] = Counter()
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if is_candidate(module):
+                with contextlib.suppress(UnknownNormError):
+                    read = recognise(module, own_forward(type(module)))
+                    handle = module.register_forward_hook(_hook(notes, read(module)), with_kwargs=True)
+                    stack.callback(handle.remove)
+        devices = {p.device for p in model.parameters() if p.is_cuda}
+        stack.enter_context(torch.random.fork_rng([d.index for d in devices]))
+        stack.enter_context(_gradients_kept(model))
+        _step(model, batch)
+    if not notes:
+        raise ValueError("no norm that tunegen knows ran in this step; patch(model) says why each was left")
+    calls = tuple(RecordedCall(**{**vars(call), "count": count}) for call, count in notes.items())
+    return Recording(type(model).__name__, calls)
+
+
+def _step(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        result = model(**batch)
+    else:
+        result = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            "the model is in training mode, but its result has no loss to run backward from: put labels into the "
+            "batch, or call model.eval() to record forward alone"
+        )
+    torch.autograd.backward(loss)
+
+
+def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        weight = getattr(module, "weight", None)
+        if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES or not x.numel():
+            return
+        notes[_call("forward", x, weight, contract, None)] += 1
+        if y.requires_grad:
+            # Shape and strides alone: x itself would live as long as the graph.
+            meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            wanted = weight is not None and weight.requires_grad
+            y.register_hook(lambda dy: notes.update([_call("backward", meta, weight, contract, dy, wanted)]))
+
+    return after
+
+
+def _call(
+    direction: str, x: Tensor, weight: Tensor | None, contract: Contract, dy: Tensor | None, weight_grad: bool = False
+) -> RecordedCall:
+    problem = Problem(
+        op="rms_norm",
+        direction=direction,
+        hidden=x.shape[-1],
+        rows=x.numel() // x.shape[-1],
+        x_dtype=DTYPE_NAMES[x.dtype],
+        weight_dtype=None if weight is None else DTYPE_NAMES[weight.dtype],
+        casting=contract.casting,
+        offset=weight is not None and contract.offset != 0.0,
+        weight_grad=weight_grad,
+    )
+    copied = sum(not has_rows(t) for t in (x, dy) if t is not None)
+    return RecordedCall(problem, 1, tuple(x.shape), x.stride(), None if dy is None else dy.stride(), copied)
+
+
+def has_rows(tensor: Tensor) -> bool:
+    """Whether the op reads a tensor where it lies: adjacent columns, and rows at one distance."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return False
+    try:
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return tensor.dim() == 2
+    return True
+
+
+@contextlib.contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
