@@ -65,7 +65,10 @@ def refused(*arguments):
 
 
 BAD_INPUT = {
-    "sweep": ["--hidden", "Missing"],
+    "sweep": ["--hidden 4096", "--from"],
+    "sweep --from step.json --hidden 64": ["--from", "--hidden", "give one of them up"],
+    "sweep --from step.json --weight-dtype fp32": ["--from", "--weight-dtype", "give one of them up"],
+    "sweep --from no/step.json": ["cannot read no/step.json", "No such file"],
     "sweep --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
     "sweep --hidden -4096": ["--hidden", "-4096 is not in the range"],
     "sweep --hidden 2147483648": ["--hidden", "2147483648 is not in the range"],

@@ -15,12 +15,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
     "records": "errors paths model",
-    "inputs": "silicon expressions entries space reference ops.rms_norm_spec ops",
+    "inputs": "recorded silicon expressions entries space reference ops.rms_norm_spec ops",
     "making": "render migrations store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module",
     "judging": "verify bench estimate",
     "tuning": "evaluate pool worker serving sweep",
-    "edge": "report progress commands cli",
+    "integrations": (
+        "integrations integrations.recognition integrations.architectures integrations.patch_report "
+        "integrations.eager_backward integrations.hub_kernels integrations.patching integrations.recording"
+    ),
+    "edge": "report step_report progress commands cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
@@ -29,7 +33,11 @@ ORDER = [module for row in LAYERS.values() for module in row.split()]
 STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
-TORCH = "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module verify bench evaluate serving"
+TORCH = (
+    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module verify bench evaluate serving "
+    "integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
+    "integrations.patching integrations.recording"
+)
 HEAVY = {
     "torch": TORCH,
     "yaml": "entries",

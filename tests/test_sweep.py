@@ -34,6 +34,7 @@ from tunegen.errors import WorkerError
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Config
 from tunegen.ops import op_spec
+from tunegen.recorded import RecordedCall, Recording
 from tunegen.store import Store
 from tunegen.sweep import FINAL_BAND, FINALISTS, sweep_gpu
 
@@ -627,3 +628,34 @@ def test_command_prints_json_and_nothing_else(bench):
     assert found["failures"] == [{"state": "compile", "reason": reason, "candidates": [f"forward {TILES[1].label()}"]}]
     assert found["summary"].startswith("Gained:")
     assert PROBLEM.label() in stderr
+
+
+def test_recorded_step_is_weighed_by_its_counts(bench, tmp_path):
+    """`tunegen sweep --from`: 7 calls of one problem, 2 of another that differs in rows."""
+    counts = {PROBLEM: 7, replace(PROBLEM, rows=64): 2}
+    calls = [RecordedCall(p, n, (p.rows, p.hidden), (p.hidden, 1)) for p, n in counts.items()]
+    Recording("Model", tuple(calls)).save(tmp_path / "step.json")
+    command = bench.gpu.command(
+        bench.package, "sweep", "--from", str(tmp_path / "step.json"), "--db", str(bench.db), "--json"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CI": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
+    found = json.loads(done.stdout)
+    best = {p: min(TILES, key=functools.partial(us_of, p)) for p in counts}
+    assert {(line["rows"], line["winner"]) for line in found["results"]} == {
+        (p.rows, c.label()) for p, c in best.items()
+    }
+    tuned = sum(n * us_of(p, best[p]) for p, n in counts.items())
+    default = sum(n * us_of(p, DEFAULT) for p, n in counts.items())
+    assert found["step"] == {
+        "calls": 9,
+        "missing": 0,
+        "tuned": pytest.approx(tuned),
+        "default": pytest.approx(default),
+        "torch": pytest.approx(9 * TORCH_US),
+        "compiled": pytest.approx(9 * COMPILED_US),
+    }
+    assert (
+        f"A step makes 9 of these norm calls, {tuned / 1e3:.2f} ms of GPU time tuned; {default / 1e3:.2f} ms by "
+        f"the built-in default ({(default - tuned) / 1e3:.2f} ms gained)"
+    ) in done.stderr

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from . import __version__, paths
 from .errors import TunegenError
 from .expressions import Rule
 from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, Problem, TrialState, Value
+from .recorded import load_recording
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
@@ -72,8 +74,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 @main.command()
 @click.option(
-    "--hidden", callback=_numbers, required=True, multiple=True, help="Widths N; several with commas or repeated."
+    "--hidden", callback=_numbers, multiple=True, help="Widths N; several with commas or repeated. Or use --from."
 )
+@click.option("--from", "recording", help="Tune exactly the problems of a file by tunegen.record, and count its calls.")
 @click.option(
     "--rows", callback=_numbers, multiple=True, help=f"Row counts M. [default: {','.join(map(str, DEFAULT_ROWS))}]"
 )
@@ -107,13 +110,22 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 )
 @db_option
 @json_option
-def sweep(**options: Any) -> None:
+@click.pass_context
+def sweep(ctx: click.Context, /, **options: Any) -> None:
     """Search, verify, time and store kernels for the given widths.
 
     Example: tunegen sweep --hidden 4096,5120 --direction forward
     """
     from .commands import run_sweep
 
+    if options["recording"] is not None:
+        counts = _recorded(ctx, options["recording"])
+        run_sweep(list(counts), _console(options["as_json"]), options, counts)
+        return
+    if not options["hidden"]:
+        raise click.UsageError(
+            "give the widths to tune with --hidden, such as --hidden 4096, or a recording with --from"
+        )
     if options["weight_dtype"] == "none" and (options["offset"] or options["frozen_weight"]):
         raise click.UsageError(
             "--weight-dtype none leaves nothing for --offset or --frozen-weight; give one of them up"
@@ -122,6 +134,17 @@ def sweep(**options: Any) -> None:
     combined = product(*(options[key] or DEFAULT_ROWS for key in keys))
     problems = [_problem(options | dict(zip(keys, values, strict=True))) for values in combined]
     run_sweep(list(dict.fromkeys(problems)), _console(options["as_json"]), options)
+
+
+DESCRIBES_PROBLEMS = ("hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "frozen_weight")
+
+
+def _recorded(ctx: click.Context, path: str) -> dict[Problem, int]:
+    """The problems of a recording with their counts, if no option describes problems too."""
+    for name in DESCRIBES_PROBLEMS:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--from and --{name.replace('_', '-')} both say what to tune; give one of them up")
+    return load_recording(path).counts()
 
 
 def _problem(options: dict[str, Any]) -> Problem:

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import paths, report, silicon
+from . import paths, report, silicon, step_report
 from .dispatch import digest_today, rejected, rungs, stored_choices
 from .errors import StoreError, TunegenError
 from .evaluate import COMPILED
@@ -30,8 +30,11 @@ from .store import Store
 from .sweep import SweepResult, sweep_gpu, sweep_target
 
 
-def run_sweep(problems: Sequence[Problem], console: Console, options: dict[str, Any]) -> None:
-    """Sweep on the GPU at hand, or compile and rank for a target where there is none or one is named."""
+def run_sweep(
+    problems: Sequence[Problem], console: Console, options: dict[str, Any], counts: Mapping[Problem, int] | None = None
+) -> None:
+    """Sweep on the GPU at hand, or compile and rank for a target where there is none or one is named; `counts` are the
+    calls of a recorded step."""
     target = _target(options["arch"])
     arguments = {k: str(v) for k, v in options.items()}
     if paths.interpreted():
@@ -48,7 +51,9 @@ def run_sweep(problems: Sequence[Problem], console: Console, options: dict[str, 
             console.print(f"interrupted; what was done is in {options['db']}, the same command goes on from there")
             raise
     found = (
-        _measured(options["db"], problems, result, console) if target is None else _estimated(trials, target, console)
+        _measured(options["db"], problems, result, console, counts)
+        if target is None
+        else _estimated(trials, target, console)
     )
     failures = progress.failures
     seconds = time.monotonic() - began
@@ -75,7 +80,13 @@ def _target(arch: str | None) -> Silicon | None:
         raise click.BadParameter(str(error), param_hint="--arch") from error
 
 
-def _measured(db: Path, problems: Sequence[Problem], result: SweepResult, console: Console) -> dict[str, Any]:
+def _measured(
+    db: Path,
+    problems: Sequence[Problem],
+    result: SweepResult,
+    console: Console,
+    counts: Mapping[Problem, int] | None,
+) -> dict[str, Any]:
     """Print what a sweep on a GPU found, and return it for JSON."""
     winners = {}
     for problem in problems:
@@ -87,7 +98,12 @@ def _measured(db: Path, problems: Sequence[Problem], result: SweepResult, consol
     peak = f"at most {result.peak_bytes / 1e9:.2f} GB of its memory in use"
     console.print(f"GPU: {result.silicon.name}, {result.versions}, {peak}", soft_wrap=True)
     machine = {"gpu": result.silicon.name, "versions": result.versions, "peak_memory_bytes": result.peak_bytes}
-    return {"machine": machine, "results": report.as_json(found), "summary": report.sentence(found)}
+    summary = {"machine": machine, "results": report.as_json(found), "summary": report.sentence(found)}
+    if counts is None:
+        return summary
+    step = step_report.step(counts, result.finals, winners, result.silicon)
+    console.print(step_report.sentence(step), soft_wrap=True)
+    return {**summary, "step": step_report.as_json(step)}
 
 
 def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> dict[str, Any]:
