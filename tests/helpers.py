@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -112,11 +112,13 @@ def exact(
     return Results(y.detach(), wide.grad, None if weight is None else weight.grad)
 
 
-def run(x: Tensor, w: Tensor | None, dy: Tensor, eps: float = 1e-6, **contract: Any) -> Results:
-    """tunegen's results for the same; x and w keep their strides and get no gradient themselves."""
+def run(
+    x: Tensor, w: Tensor | None, dy: Tensor, eps: float = 1e-6, norm: Callable[..., Tensor] = rms_norm, **contract: Any
+) -> Results:
+    """The results of `norm` for the same; x and w keep their strides and get no gradient themselves."""
     x = x.detach().requires_grad_()
     weight = None if w is None else w.detach().requires_grad_()
-    y = rms_norm(x, weight, eps, **contract)
+    y = norm(x, weight, eps, **contract)
     y.backward(dy)
     return Results(y.detach(), x.grad, None if weight is None else weight.grad)
 

@@ -70,18 +70,26 @@ def forward(
 
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_to: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dx, dw, slack)` for dy and x (M, N), computed in x's own dtype; `slack` (N) belongs to dw, as in `forward`.
+) -> tuple[Tensor, Tensor]:
+    """`(dx, dw)` for dy and x (M, N), computed in x's own dtype.
 
     dw is summed from the rounded x-hat where `round_to` is given; dx takes that rounding for the identity, as
     autograd does.
     """
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    exact = x * rstd
+    xhat = x * rstd
     g = dy if weight is None else dy * (weight.to(x.dtype) + offset)[None, :]
-    dx = rstd * (g - exact * (g * exact).mean(-1, keepdim=True))
-    xhat, gap = _round_xhat(exact, round_to)
-    return dx, (dy * xhat).sum(0), (dy.abs() * gap).sum(0)
+    dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+    rounded = xhat if round_to is None else xhat + (xhat.to(round_to).to(xhat.dtype) - xhat).detach()
+    return dx, (dy * rounded).sum(0)
+
+
+def weight_slack(dy: Tensor, x: Tensor, eps: float, round_to: torch.dtype | None) -> Tensor | None:
+    """How far dw (N) may lie from that of `backward`, as `slack` in `forward`; None without `round_to`."""
+    if round_to is None:
+        return None
+    _, gap = _round_xhat(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps), round_to)
+    return (dy.abs() * gap).sum(0)
 
 
 def _round_xhat(xhat: Tensor, round_to: torch.dtype | None) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm import backward_by_torch, rms_norm
 
 
 def rms_norm_eager_backward(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "fp32"
 ) -> Tensor:
-    """`rms_norm` with a backward of torch operators: the plain formula is run again under autograd.
+    """`rms_norm` whose backward is the formula in torch operators, so that derivatives of any order exist.
 
-    Arguments, result and errors are those of `tunegen.rms_norm`; derivatives of any order.
+    Arguments, result and errors are those of `tunegen.rms_norm`.
     """
     y: Tensor = _EagerBackward.apply(x, weight, eps, offset, casting)
     return y
@@ -31,18 +30,7 @@ class _EagerBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
         eps, offset, casting = ctx.contract
-        x: Any
-        weight: Any
-        again = torch.is_grad_enabled()  # create_graph=True
-        with torch.enable_grad():
-            # An alias of each, so that the graph of this formula alone is walked.
-            x, weight = (None if t is None else t.view_as(t) if again else t.detach() for t in ctx.saved_tensors)
-            needed = [t for t, need in zip((x, weight), ctx.needs_input_grad, strict=False) if need]
-            for tensor in needed:
-                if not tensor.requires_grad:
-                    tensor.requires_grad_()
-            y = reference.rms_norm(x, weight, eps, offset=offset, casting=casting)
-            found = iter(torch.autograd.grad(y, needed, dy, create_graph=again))
-        dx, dw = (next(found) if need else None for need in ctx.needs_input_grad[:2])
-        return dx, dw, None, None, None
+        dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, ctx.needs_input_grad[1])
+        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None

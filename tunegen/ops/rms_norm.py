@@ -181,11 +181,11 @@ def _backward(
         "dw_ptr": dw,
     }
     if not _launch(_key("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
-        return _backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, dw
 
 
-def _backward_by_torch(
+def backward_by_torch(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, weight_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The backward formula in torch operators, differentiable in dy, x and the weight."""
@@ -193,7 +193,7 @@ def _backward_by_torch(
     hidden = x.shape[-1]
     round_to = x.dtype if casting == "llama" else None
     wide_dy, wide_x = dy.reshape(-1, hidden).to(acc), x.reshape(-1, hidden).to(acc)
-    dx, dw, _ = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
+    dx, dw = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
     return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
@@ -236,7 +236,7 @@ class _RMSNorm(torch.autograd.Function):
         eps, offset, casting = ctx.contract
         weight_grad = ctx.needs_input_grad[1]
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
-            dx, dw = _backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+            dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
             dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad)
         return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None

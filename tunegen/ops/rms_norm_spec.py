@@ -161,12 +161,12 @@ def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtyp
         per_row = y.abs().mean(-1, keepdim=True)
         return {"y": Expected(y, slack if round_to else None, per_row), "rstd": Expected(rstd, None, rstd)}
     dy = given["dy"].to(dtype)
-    dx, dw, slack = reference.backward(dy, x, weight, EPS, offset, round_to)
+    dx, dw = reference.backward(dy, x, weight, EPS, offset, round_to)
     # The first term of dx: in a row of one element the second is as large, and all but an eps of both cancels.
     term = dy if weight is None else dy * (weight.to(dtype) + offset)
     found = {"dx": Expected(dx, None, (term.abs().mean(-1) * given["rstd"])[:, None])}
     if "dw" in tensors(problem):
-        found["dw"] = Expected(dw, slack if round_to else None)
+        found["dw"] = Expected(dw, reference.weight_slack(dy, x, EPS, round_to))
     return found
 
 
