@@ -222,6 +222,11 @@ def test_compiled_model_says_that_nothing_changes():
     assert "compiled" in tunegen.patch(model).notes[0]
 
 
+def test_switched_off_is_said(monkeypatch):
+    monkeypatch.setenv("TUNEGEN_DISABLE", "1")
+    assert "TUNEGEN_DISABLE" in tunegen.patch(tiny("qwen3")).notes[0]
+
+
 def test_patched_model_compiles_whole():
     model = tiny("qwen3")
     want, grads = gradients(model)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import paths
 from ..errors import UnknownNormError
 from ..ops.rms_norm import rms_norm
 from .architectures import instance_of, norm_classes
@@ -104,6 +105,8 @@ def _patch_modules(model: nn.Module, norm: Norm) -> PatchReport:
     replaced, left, notes = [], [], []
     if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
         notes.append(COMPILED)
+    if paths.disabled():
+        notes.append("TUNEGEN_DISABLE is set: torch computes every call until it is unset")
     for name, module in model.named_modules():
         if ORIGINAL in vars(module):
             _restore(module)
