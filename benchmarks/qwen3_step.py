@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,7 +202,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for name in ("eager", "ours", "Liger's norm alone"):
         if name in states:
             wear(states[name])
-            profiles[name] = norm_milliseconds(model, step)
+            profiles[name] = norm_kernels(model, step)
     wear(states["eager"])
     limit = milliseconds_of_a_copy(recording)
     del model, states, step
@@ -223,7 +224,7 @@ def described(given: argparse.Namespace) -> str:
 def summary(
     times: dict[str, list[float]],
     peaks: dict[str, int],
-    profiles: dict[str, float],
+    profiles: dict[str, dict[str, float]],
     limit: float,
     apart: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
@@ -233,17 +234,19 @@ def summary(
     ratios = {
         name: statistics.median(e / t for e, t in zip(times["eager"], ts, strict=True)) for name, ts in times.items()
     }
-    norms = profiles["eager"]
+    norm_ms = {name: sum(kernels.values()) for name, kernels in profiles.items()}
+    norms = norm_ms["eager"]
     return {
         "step_ms": {name: statistics.median(ts) for name, ts in times.items()},
         "over_eager": ratios,
         "band": abs(ratios.get("eager again", 1.0) - 1),
         "peak_gb": {name: peak / 1e9 for name, peak in peaks.items()},
-        "norm_ms_by_profiler": profiles,
+        "norm_ms_by_profiler": norm_ms,
         "norm_ms_at_copy_speed": limit,
         "norm_share_of_eager": norms / eager,
         "bound_over_eager": eager / (eager - norms + limit),
         "compiled": apart,
+        "norm_kernels_ms": profiles,
         "samples_ms": times,
     }
 
@@ -255,8 +258,9 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{name:26}{ms:11.1f}{found['over_eager'][name]:9.3f}{found['peak_gb'][name]:9.1f}")
     for name, one in found["compiled"].items():
         lines.append(f"{name:26}{one['step_ms']:11.1f}{one['over_eager']:9.3f}{one['peak_gb']:9.1f}")
+    norms = {name: round(ms, 1) for name, ms in found["norm_ms_by_profiler"].items()}
     lines.append(
-        f"norms: {found['norm_ms_by_profiler']} ms by the profiler, {found['norm_ms_at_copy_speed']:.1f} at the speed "
+        f"norms: {norms} ms by the profiler, {found['norm_ms_at_copy_speed']:.1f} at the speed "
         f"of a copy; bound {found['bound_over_eager']:.3f} x eager; band {found['band']:.4f}"
     )
     return "\n".join(lines)
@@ -284,8 +288,8 @@ def annotated(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def norm_milliseconds(model: nn.Module, step: Step) -> float:
-    """GPU time of all kernels that norms launch in a step, backward included."""
+def norm_kernels(model: nn.Module, step: Step) -> dict[str, float]:
+    """GPU milliseconds of the kernels that norms launch in a step, backward included, by name, longest first."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     step.run()
     with annotated(model), torch.profiler.profile(activities=activities) as profile:
@@ -296,7 +300,10 @@ def norm_milliseconds(model: nn.Module, step: Step) -> float:
     numbers = {e.sequence_nr for e in inside if e.sequence_nr >= 0 and e.fwd_thread in (None, 0)}
     back = [e for e in events if e.name.startswith("autograd::engine::evaluate_function") and e.sequence_nr in numbers]
     kernels = [k for e in [*inside, *within(events, back)] for k in e.kernels]
-    return sum(k.duration for k in kernels) / 1e3
+    found: Counter[str] = Counter()
+    for kernel in kernels:
+        found[kernel.name[:80]] += kernel.duration / 1e3
+    return dict(found.most_common())
 
 
 def within(events: Sequence[Any], ranges: Sequence[Any]) -> list[Any]:
