@@ -20,11 +20,16 @@ LAYERS = {
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module",
     "judging": "verify bench estimate",
     "tuning": "evaluate pool worker serving sweep",
+    "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
         "integrations.eager_backward integrations.hub_kernels integrations.patching integrations.recording"
     ),
-    "edge": "report step_report progress commands cli",
+    "gates": (
+        "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
+        "gates.plot gates.run gates.record gates.command"
+    ),
+    "edge": "commands cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
@@ -36,7 +41,8 @@ STARTED = {("worker", "serving")}
 TORCH = (
     "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module verify bench evaluate serving "
     "integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
-    "integrations.patching integrations.recording"
+    "integrations.patching integrations.recording gates.checks gates.double gates.bf16 gates.stream gates.model "
+    "gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {
     "torch": TORCH,
@@ -45,9 +51,11 @@ HEAVY = {
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
     "sqlite3": "lookup store",
-    "click": "cli commands",
-    "rich": "cli commands progress report",
+    "click": "cli commands gates.command",
+    "rich": "cli commands progress report gates.command",
     "triton": "",
+    "transformers": "",
+    "matplotlib": "",
     "platformdirs": "",
     "numpy": "",
     "pandas": "",

@@ -262,5 +262,34 @@ def families(as_json: bool) -> None:
             click.echo(f"{'':31}{name}: {choices if isinstance(choices, str) else ', '.join(map(str, choices))}")
 
 
+@main.command()
+@click.option(
+    "--steps",
+    type=click.IntRange(100, 10**6),
+    default=500,
+    show_default=True,
+    help="Of training, in each of five runs.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the model trained."
+)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of inputs and weights.")
+@click.option("--device", help="Such as cuda:1 or cpu. [default: the GPU where there is one]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for curves.png and gate.json. [default: none]")
+@json_option
+def gate(**options: Any) -> None:
+    """Three gates before anyone trains a Qwen3 with the norm: float64, bf16, loss curves.
+
+    Gradients and values in float64; errors in bf16 beside those of Hugging Face's norm; and the loss curves of a small
+    Qwen3 with random weights. Ends with exit code 1, and the reasons, if one of them fails.
+
+    Example: tunegen gate --steps 1000 --out gates
+    """
+    from .gates.command import run_gate
+
+    if not run_gate(_console(options["as_json"]), **options):
+        click.get_current_context().exit(1)
+
+
 if __name__ == "__main__":
     main()

@@ -115,6 +115,11 @@ def demote(key: Key, choice: Choice, error: Exception) -> None:
     _choices.pop(key, None)
 
 
+def answers() -> dict[str, str]:
+    """What has answered in this process so far: the problem, and the config's label or "torch"."""
+    return {c.problem.label(): c.config.label() if c.config else TORCH_FAMILY for c in _choices.values()}
+
+
 def forget() -> None:
     """Drop every remembered choice, as after a sweep in the same process; the next call reads the database again."""
     _choices.clear()

@@ -45,3 +45,11 @@ class UnknownNormError(TunegenError):
 
 class RecordingError(TunegenError):
     """A file of recorded problems cannot be read, written or understood."""
+
+
+class ExtraMissingError(TunegenError):
+    """A package is not installed that only some commands need; the message says which extra brings it."""
+
+
+class GateError(TunegenError):
+    """`tunegen gate` cannot run here, or cannot write what it found."""

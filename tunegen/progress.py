@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -80,3 +82,21 @@ def _time(trial: Trial) -> float:
     if trial.measurement is not None:
         return trial.measurement.us
     return trial.estimate_us if trial.estimate_us is not None else float("inf")
+
+
+@contextmanager
+def spoken(console: Console) -> Iterator[Callable[[str], None]]:
+    """A function that shows a text such as `part: where it is`: in place on a terminal, elsewhere once a part."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        part = text.partition(":")[0]
+        if part not in said:
+            console.print(text, soft_wrap=True)
+        said.add(part)
+
+    yield say

@@ -1,0 +1,82 @@
+"""What is kept of the gates: plain values, and the two files of `--out`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..errors import GateError
+from . import plot
+from .model import required
+from .run import Outcome
+from .training import Run
+
+
+def as_json(outcome: Outcome, command: str, seconds: float) -> dict[str, Any]:
+    """Plain values; a number that is not finite is null."""
+    found = outcome.curves
+    return {
+        "command": command,
+        "passed": not outcome.reasons,
+        "reasons": outcome.reasons,
+        "subject": outcome.subject,
+        "versions": outcome.versions,
+        "seconds": round(seconds, 1),
+        "checks": [_finite_ones(asdict(check) | {"passed": check.passed}) for check in outcome.checks],
+        "answers": outcome.answers,
+        "curves": {
+            "setting": asdict(outcome.setting),
+            "entropy": found.entropy,
+            "apart": _finite(found.apart()),
+            "reordered_apart": _finite(found.noise()),
+            "baseline": _run(found.baseline),
+            "ours": _run(found.ours),
+        },
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {"losses": [_finite(value) for value in run.losses.tolist()], "movements": _finite_ones(run.movements)}
+
+
+def _finite_ones(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def prepare(folder: Path) -> None:
+    """Make sure that `save` can write there, before minutes are spent. Raises GateError or ExtraMissingError."""
+    required("matplotlib.figure", "plot")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable")
+    except OSError as error:
+        raise GateError(f"cannot write into {folder}: {error.strerror}; give --out another folder") from error
+
+
+def save(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
+    """`curves.png` and `gate.json`, each whole or not at all; older ones are replaced. Raises GateError."""
+    dtype, seed = outcome.setting.dtype, outcome.setting.seed
+    device = outcome.versions.get("gpu", "CPU, reference in torch operators")
+    title = f"Small Qwen3 in {dtype}, {outcome.setting.steps} steps, seed {seed}; {device}"
+    _replace(folder / "curves.png", lambda path: plot.draw(outcome.curves, title, path))
+    _replace(folder / "gate.json", lambda path: path.write_text(json.dumps(record, indent=2) + "\n"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gate-") as folder:
+            write(Path(folder, path.name))
+            os.replace(Path(folder, path.name), path)
+    except OSError as error:
+        raise GateError(f"cannot write {path}: {error.strerror}; give --out another folder") from error

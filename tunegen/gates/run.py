@@ -1,0 +1,83 @@
+"""All three gates, and what they ran on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from .. import dispatch, paths
+from ..model import TORCH_FAMILY
+from ..serving import versions
+from ..worker import installed_versions
+from . import bf16, curves, double
+from .checks import Check, Norm, tunegens
+from .curves import Curves
+from .model import hugging_faces_norm
+from .training import Setting
+
+REFERENCE = "the reference in torch operators was checked and not the kernels"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the gates found. `subject` says in one line what was checked, `answers` which config answered each problem
+    on a GPU."""
+
+    checks: Sequence[Check]
+    curves: Curves
+    setting: Setting
+    subject: str
+    versions: dict[str, str]
+    answers: dict[str, str]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the norm does not pass; empty if it does."""
+        return [check.reason() for check in self.checks if not check.passed]
+
+
+def run(
+    setting: Setting, device: torch.device, say: Callable[[str], None] = lambda text: None, norm: Norm = tunegens
+) -> Outcome:
+    """Put `norm` through all gates; a failure of one does not stop the next. Raises ExtraMissingError without
+    transformers."""
+    module = hugging_faces_norm()
+    say("gate 1 of 3: gradients and values in float64")
+    checks = double.check(norm, setting.seed, device)
+    say("gate 2 of 3: bf16 beside Hugging Face's norm")
+    checks += bf16.check(norm, module, setting.seed, device)
+    done, total = 0, curves.RUNS * setting.steps
+
+    def step_done() -> None:
+        nonlocal done
+        done += 1
+        if done % 10 == 0:
+            say(f"gate 3 of 3: loss curves, step {done} of {total}")
+
+    found = curves.stage(setting, device, step_done).run(norm, step_done)
+    checks += curves.judge(found)
+    answers = dispatch.answers() if device.type == "cuda" else {}
+    return Outcome(checks, found, setting, _subject(device, answers), _versions(device), answers)
+
+
+def _subject(device: torch.device, answers: dict[str, str]) -> str:
+    if device.type != "cuda":
+        return f"No GPU was used: {REFERENCE}."
+    name = torch.cuda.get_device_name(device)
+    if not answers:
+        why = "TUNEGEN_DISABLE is set" if paths.disabled() else "kernels do not run here"
+        return f"{name}, but {why}: {REFERENCE}."
+    by_torch = sum(label == TORCH_FAMILY for label in answers.values())
+    rest = f", torch's own op in {by_torch} of them: no kernel was checked there" if by_torch else ""
+    return f"{name}: kernels of tunegen answered in {len(answers)} kinds of calls{rest}."
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = versions(device.index) if device.type == "cuda" else installed_versions()
+    with contextlib.suppress(PackageNotFoundError):
+        found["transformers"] = version("transformers")
+    return found
