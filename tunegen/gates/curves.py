@@ -4,7 +4,9 @@ A right norm's final loss differs from the baseline's by chance, as does that of
 ordered differently; of two such numbers the one is over twice the other in 30 % of cases (1 - 2/pi atan 2). So what
 must be within 2 x is not a difference of final losses but the root mean square, over all steps, of the difference to
 the baseline's loss curve; and the other side is the largest such figure of three eager runs in other orders.
-MEASURED
+
+Measured in fp32 at 500 steps on a CPU, six seeds: a right norm of other operators is .91 to .99 x as far away as the
+reordered runs, one that sums dw in bf16 30 to 52 x, five other faults 7,000 x and more.
 """
 
 from __future__ import annotations
