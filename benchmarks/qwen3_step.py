@@ -56,10 +56,13 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     actions = {"record": write_recording, "measure": measure, "compiled": compiled, "logits": logits}
-    found = actions[given.what](given)
-    if found is not None:
-        record = {"command": " ".join(["python", *sys.argv]), "versions": versions(0), **found}
-        given.out.write_text(json.dumps(record, indent=2) + "\n")
+    actions[given.what](given)
+
+
+def save(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write what was found so far, with what it was found on."""
+    record = {"command": " ".join(["python", *sys.argv]), "versions": versions(0), "model": described(given), **found}
+    given.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def qwen3(given: argparse.Namespace) -> nn.Module:
@@ -169,7 +172,8 @@ class Step:
         """Milliseconds of a step of the model, or of its compiled form."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        loss = (call or self.model)(**self.batch).loss
+        model = self.model if call is None else call  # a compiled model has no truth value
+        loss = model(**self.batch).loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -178,7 +182,7 @@ class Step:
         return begin.elapsed_time(end)
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> None:
     """All eager variants in turns, the profile, and torch.compile in processes of its own."""
     model, batch = qwen3(given), inputs(given)
     names = given.variant or list(VARIANTS)
@@ -207,10 +211,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     limit = milliseconds_of_a_copy(recording)
     del model, states, step
     torch.cuda.empty_cache()
-    apart = {} if given.variant else {name: in_another_process(name, given) for name in COMPILED}
-    found = summary(times, peaks, profiles, limit, apart)
+    found = {"norm_calls": sum(recording.counts().values()), **summary(times, peaks, profiles, limit)}
+    for name in () if given.variant else COMPILED:
+        save(given, found)  # of minutes that a failure of the next process must not lose
+        found["compiled"][name] = in_another_process(name, given)
+    save(given, found)
     print(table(found))
-    return {"model": described(given), "norm_calls": sum(recording.counts().values()), **found}
 
 
 def described(given: argparse.Namespace) -> str:
@@ -226,7 +232,6 @@ def summary(
     peaks: dict[str, int],
     profiles: dict[str, dict[str, float]],
     limit: float,
-    apart: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
     """Medians, factors over eager, and the bound."""
     eager = statistics.median(times["eager"])
@@ -245,7 +250,7 @@ def summary(
         "norm_ms_at_copy_speed": limit,
         "norm_share_of_eager": norms / eager,
         "bound_over_eager": eager / (eager - norms + limit),
-        "compiled": apart,
+        "compiled": {},
         "norm_kernels_ms": profiles,
         "samples_ms": times,
     }
@@ -349,7 +354,7 @@ def in_another_process(name: str, given: argparse.Namespace) -> dict[str, float]
     return found
 
 
-def compiled(given: argparse.Namespace) -> dict[str, Any]:
+def compiled(given: argparse.Namespace) -> None:
     """torch.compile of the model, patched or not, in turns with eager."""
     model, batch = qwen3(given), inputs(given)
     bare = look(model)
@@ -371,10 +376,10 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
         wear(worn)
         ours.append(step.run(call))
     ratio = statistics.median(e / o for e, o in zip(eager, ours, strict=True))
-    return {"compiled": {"step_ms": statistics.median(ours), "over_eager": ratio, "peak_gb": peak / 1e9}}
+    save(given, {"compiled": {"step_ms": statistics.median(ours), "over_eager": ratio, "peak_gb": peak / 1e9}})
 
 
-def logits(given: argparse.Namespace) -> dict[str, Any]:
+def logits(given: argparse.Namespace) -> None:
     """How far the logits of the patched model lie from eager's, beside those of the compiled model."""
     model, batch = qwen3(given).eval(), inputs(given)
     with torch.no_grad():
@@ -391,7 +396,7 @@ def logits(given: argparse.Namespace) -> dict[str, Any]:
         for name, got in (("ours", ours), ("compiled", other))
     }
     print(found)
-    return {"model": described(given), "logits_against_eager": found}
+    save(given, {"logits_against_eager": found})
 
 
 if __name__ == "__main__":

@@ -456,6 +456,7 @@ def test_checkpointed_step_on_a_gpu_has_the_same_bits(calls):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch and transformers
 def test_logits_differ_by_no_more_than_compiled_ones():
     """At most twice the distance between the model and its compiled form; the same token in 99.9 % of places."""
     sizes = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 1024}

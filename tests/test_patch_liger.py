@@ -91,6 +91,7 @@ def test_ligers_gemma_norms_keep_their_contract(architecture, contract, calls):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, for an argument that Liger passes on
 def test_all_of_liger_with_our_norms_trains_as_the_model_does(modeling, calls):
     """Its fused loss, SwiGLU and rotary embedding stay; the norms in its place are ours."""
     model = tiny("qwen3", hidden_size=128, head_dim=32).to(GPU, torch.bfloat16)
