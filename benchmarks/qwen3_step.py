@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -206,7 +206,7 @@ def measure(given: argparse.Namespace) -> None:
     for name in ("eager", "ours", "Liger's norm alone"):
         if name in states:
             wear(states[name])
-            profiles[name] = norm_kernels(model, step)
+            profiles[name] = profiled(model, step)
     wear(states["eager"])
     limit = milliseconds_of_a_copy(recording)
     del model, states, step
@@ -230,7 +230,7 @@ def described(given: argparse.Namespace) -> str:
 def summary(
     times: dict[str, list[float]],
     peaks: dict[str, int],
-    profiles: dict[str, dict[str, float]],
+    profiles: dict[str, Profile],
     limit: float,
 ) -> dict[str, Any]:
     """Medians, factors over eager, and the bound."""
@@ -239,7 +239,7 @@ def summary(
     ratios = {
         name: statistics.median(e / t for e, t in zip(times["eager"], ts, strict=True)) for name, ts in times.items()
     }
-    norm_ms = {name: sum(kernels.values()) for name, kernels in profiles.items()}
+    norm_ms = {name: sum(profile.norms.values()) for name, profile in profiles.items()}
     norms = norm_ms["eager"]
     return {
         "step_ms": {name: statistics.median(ts) for name, ts in times.items()},
@@ -251,7 +251,8 @@ def summary(
         "norm_share_of_eager": norms / eager,
         "bound_over_eager": eager / (eager - norms + limit),
         "compiled": {},
-        "norm_kernels_ms": profiles,
+        "kernel_ms_by_profiler": {name: profile.all for name, profile in profiles.items()},
+        "norm_kernels_ms": {name: profile.norms for name, profile in profiles.items()},
         "samples_ms": times,
     }
 
@@ -293,8 +294,16 @@ def annotated(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def norm_kernels(model: nn.Module, step: Step) -> dict[str, float]:
-    """GPU milliseconds of the kernels that norms launch in a step, backward included, by name, longest first."""
+class Profile(NamedTuple):
+    """GPU milliseconds of a step under the profiler: of the kernels that norms launch, backward included, by name,
+    longest first; and of all kernels."""
+
+    norms: dict[str, float]
+    all: float
+
+
+def profiled(model: nn.Module, step: Step) -> Profile:
+    """One step under the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     step.run()
     with annotated(model), torch.profiler.profile(activities=activities) as profile:
@@ -308,7 +317,7 @@ def norm_kernels(model: nn.Module, step: Step) -> dict[str, float]:
     found: Counter[str] = Counter()
     for kernel in kernels:
         found[kernel.name[:80]] += kernel.duration / 1e3
-    return dict(found.most_common())
+    return Profile(dict(found.most_common()), sum(k.duration for e in events for k in e.kernels) / 1e3)
 
 
 def within(events: Sequence[Any], ranges: Sequence[Any]) -> list[Any]:
