@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,15 +61,28 @@ def train(
     learner = _Learner(model, setting)
     start = learner.norms()
     losses = []
-    for batch in batches.to(device):
-        logits = model(input_ids=batch).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), batch[:, 1:].flatten())
-        torch.autograd.backward(loss)
-        learner.step()
-        losses.append(loss.detach())
-        step_done()
+    with _one_thread():
+        for batch in batches.to(device):
+            logits = model(input_ids=batch).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), batch[:, 1:].flatten())
+            torch.autograd.backward(loss)
+            learner.step()
+            losses.append(loss.detach())
+            step_done()
     movements = {name: float((end - start[name]).norm()) for name, end in learner.norms().items()}
     return Run(torch.stack(losses).cpu(), movements)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from a second: on two cores shared with others a run took up to ten times as
+    long with two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Learner:
