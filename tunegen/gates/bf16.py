@@ -22,7 +22,7 @@ EPS = 1e-6
 SHAPES = {"hidden states": (4, 512, 4096), "q or k norm": (2, 8, 64, 128)}
 ELEMENTS = 4096
 """Of dw, together, that errors are taken over: so many draws of a shape. Of the 128 of one draw the largest error of a
-right norm was over 1.05 x Hugging Face's in 2 of 60 seeds; of 4096 it was .93 x at most in 38."""
+right norm was over 1.05 x Hugging Face's in 2 of 60 seeds; of 4096 in none of 160, 1.03 x at most."""
 
 SCALES = (1.0, 30.0, 0.05, 1e-3)
 """Of the rows of x in turn; at the last the mean square is about EPS, so that another eps shows."""
