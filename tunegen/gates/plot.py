@@ -7,6 +7,10 @@ from typing import Any
 
 from .curves import Curves
 from .model import required
+from .training import Run
+
+WINDOW = 20
+"""Steps over which a difference is smoothed."""
 
 
 def draw(curves: Curves, title: str, path: Path) -> None:
@@ -32,16 +36,20 @@ def _losses(axes: Any, curves: Curves) -> None:
 
 
 def _apart(axes: Any, curves: Curves) -> None:
-    """Differences on a logarithmic axis; where two losses are the same bits there is nothing to draw."""
-    steps = range(1, len(curves.baseline.losses) + 1)
+    """Differences on a logarithmic axis, smoothed; where losses are the same bits there is nothing to draw."""
+    steps = range(WINDOW, len(curves.baseline.losses) + 1)
+
+    def away(run: Run) -> Any:
+        squares = (run.losses - curves.baseline.losses).square()
+        return squares.unfold(0, WINDOW, 1).mean(-1).sqrt()
+
     for number, run in enumerate(curves.reordered.values()):
-        label = "Hugging Face's norm, sums reordered" if number == 0 else None
-        away = (run.losses - curves.baseline.losses).abs()
-        axes.plot(steps, away, color="tab:gray", linewidth=0.7, alpha=0.6, label=label)
-    away = (curves.ours.losses - curves.baseline.losses).abs()
-    label = "norm under test" if bool(away.any()) else "norm under test: no difference"
-    axes.plot(steps, away, color="tab:blue", linewidth=0.9, label=label)
+        label = "Hugging Face's norm, sums in another order" if number == 0 else None
+        axes.plot(steps, away(run), color="tab:gray", linewidth=1, alpha=0.7, label=label)
+    ours = away(curves.ours)
+    label = "norm under test" if bool(ours.any()) else "norm under test: the same bits"
+    axes.plot(steps, ours, color="tab:blue", linewidth=1.2, label=label)
     axes.set_yscale("log", nonpositive="mask")
-    axes.set_ylabel("difference to\nHugging Face's norm, nats")
+    axes.set_ylabel("difference, nats\n" + f"(root mean square of {WINDOW} steps)")
     axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
