@@ -312,6 +312,50 @@ def test_fp32_weight_promotes_as_in_the_original():
     assert close(got, want, torch.bfloat16)
 
 
+def test_argument_keeps_its_name(calls):
+    """torch calls it x, Hugging Face hidden_states."""
+    x = torch.randn(2, 64)
+    for norm, name in ((nn.RMSNorm(64, eps=1e-6), "x"), (tiny("qwen3").model.norm, "hidden_states")):
+        want = norm(**{name: x})
+        tunegen.patch(norm)
+        assert torch.allclose(norm(**{name: x}), want, rtol=1e-6, atol=1e-6)
+    assert len(calls) == 2
+
+
+def test_generated_tokens_are_the_same():
+    model = tiny("qwen3").eval()
+    want = model.generate(tokens(), max_new_tokens=8, do_sample=False)
+    tunegen.patch(model)
+    assert torch.equal(model.generate(tokens(), max_new_tokens=8, do_sample=False), want)
+
+
+def test_subclass_without_a_forward_of_its_own_is_patched_by_what_it_inherits(calls):
+    norm_class = modeling("qwen3").Qwen3RMSNorm
+    plain = type("Plain", (norm_class,), {})(8)
+    doubling = type("Doubling", (norm_class,), {"forward": lambda self, x: 2 * norm_class.forward(self, x)})(8)
+    x = torch.randn(2, 8)
+    want = plain(x), doubling(x)
+    tunegen.patch("qwen3")
+    try:
+        assert torch.equal(plain(x), want[0])
+        assert torch.equal(doubling(x), want[1])
+        assert len(calls) == 2
+        assert len(tunegen.patch(plain).replaced) == 1  # while its class is patched
+        with pytest.raises(ValueError, match="something else"):
+            tunegen.patch(doubling)
+    finally:
+        tunegen.unpatch("qwen3")
+    assert tunegen.unpatch(plain) == 1
+
+
+def test_weight_that_is_computed_is_left():
+    model = tiny("llama")
+    doubled = type("Doubled", (nn.Module,), {"forward": lambda self, weight: 2 * weight})()
+    torch.nn.utils.parametrize.register_parametrization(model.model.norm, "weight", doubled)
+    (left,) = tunegen.patch(model).left
+    assert left.name == "model.norm"
+
+
 def test_forward_of_others_is_kept_for_unpatch():
     """As the `kernels` library and Liger leave it on a module."""
     model = tiny("qwen3")

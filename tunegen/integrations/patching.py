@@ -88,12 +88,13 @@ def _eager(x: Tensor, weight: Tensor | None, contract: Contract) -> Tensor:
     return rms_norm_eager_backward(x, weight, contract.eps, offset=contract.offset, casting=contract.casting)
 
 
-def _forward(norm: Norm, read: Reader) -> Callable[[Any, Tensor], Tensor]:
+def _forward(norm: Norm, read: Reader) -> Callable[..., Tensor]:
     """The `forward` that takes the place of a module's own."""
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*args, *named.values())  # whatever the original calls it
         contract, weight = read(self), getattr(self, "weight", None)
-        y = norm(hidden_states, weight, contract)
+        y = norm(x, weight, contract)
         if weight is not None and contract.casting == "llama" and weight.dtype != y.dtype:
             return y.to(torch.promote_types(weight.dtype, y.dtype))  # as weight * x-hat of the original does
         return y
