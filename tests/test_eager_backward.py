@@ -44,3 +44,9 @@ def test_only_what_is_wanted_is_returned(place):
     y = rms_norm_eager_backward(x.detach(), w.requires_grad_())
     y.backward(dy)
     assert w.grad is not None
+
+
+def test_transforms_of_functorch_run(place):
+    x = draw(3, 8, dtype=torch.float64, place=place)
+    got, want = (torch.func.grad(lambda t, f=f: f(t).pow(3).sum())(x) for f in (rms_norm_eager_backward, rms_norm))
+    assert torch.equal(got, want)

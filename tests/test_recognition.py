@@ -100,6 +100,38 @@ class Upcasting(Norm):
         return self.weight.float() * (wide * self.scale(wide))
 
 
+class T5(Norm):
+    """Its result has the weight's dtype where that is of 16 bits."""
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.to(self.weight.dtype) if self.weight.dtype == torch.bfloat16 else x)
+
+
+class OptionalGate(Norm):
+    def forward(self, x, gate=None):
+        wide = x.float()
+        return self.weight * (wide * self.scale(wide)).to(x.dtype)
+
+
+class Dropping(Norm):
+    def forward(self, x):
+        wide = F.dropout(x.float(), 0.5, self.training)
+        return self.weight * (wide * self.scale(wide)).to(x.dtype)
+
+
+class PlainNone(Norm):
+    """Without a weight, by a plain attribute."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weight, self.eps = None, 1e-6
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * self.scale(wide)).to(x.dtype)
+
+
 class Weightless(nn.Module):
     def __init__(self, eps=1e-6):
         super().__init__()
@@ -122,7 +154,7 @@ class Raising(Norm):
 
 
 RIGHT = {
-    "Llama": (Llama(), Contract(1e-6, 0.0, "llama")),
+    "Llama": (Llama(), Contract(1e-6, 0.0, "llama", "promoted")),
     "Gemma": (Gemma(), Contract(1e-6, 1.0, "fp32")),
     "OLMo": (Olmo(), Contract(1e-6, 0.0, "fp32")),
     "power for rsqrt": (ByPower(), Contract(1e-6, 0.0, "fp32")),
@@ -130,12 +162,13 @@ RIGHT = {
     "torch": (nn.RMSNorm(48, eps=1e-5), Contract(1e-5, 0.0, "fp32")),
     "torch without a weight": (nn.RMSNorm(64, eps=1e-5, elementwise_affine=False), Contract(1e-5, 0.0, "fp32")),
     "ours": (RMSNorm(32, eps=1e-4, offset=1.0), Contract(1e-4, 1.0, "fp32")),
-    "one element": (Llama(1), Contract(1e-6, 0.0, "llama")),
-    "odd width": (Llama(769, eps=1e-5), Contract(1e-5, 0.0, "llama")),
-    "eps 0": (Llama(eps=0.0), Contract(0.0, 0.0, "llama")),
-    "eps 1": (Llama(eps=1), Contract(1.0, 0.0, "llama")),
-    "bf16 weight": (Llama().bfloat16(), Contract(1e-6, 0.0, "llama")),
-    "no memory behind it": (Llama().to("meta"), Contract(1e-6, 0.0, "llama")),
+    "T5": (T5(), Contract(1e-6, 0.0, "llama", "weight")),
+    "weight None as a plain attribute": (PlainNone(), Contract(1e-6, 0.0, "fp32")),
+    "odd width": (Llama(769, eps=1e-5), Contract(1e-5, 0.0, "llama", "promoted")),
+    "eps 0": (Llama(eps=0.0), Contract(0.0, 0.0, "llama", "promoted")),
+    "eps 1": (Llama(eps=1), Contract(1.0, 0.0, "llama", "promoted")),
+    "bf16 weight": (Llama().bfloat16(), Contract(1e-6, 0.0, "llama", "promoted")),
+    "no memory behind it": (Llama().to("meta"), Contract(1e-6, 0.0, "llama", "promoted")),
 }
 WRONG = {
     "sums in bf16": (InBf16(), "rounds otherwise"),
@@ -146,12 +179,15 @@ WRONG = {
     "offset of a half": (HalfOffset(), "something else"),
     "part of the row": (MeanOfPart(), "something else"),
     "two inputs": (Gated(), "other arguments"),
+    "optional gate": (OptionalGate(), "other arguments"),
+    "dropout in training": (Dropping().eval(), "something else"),
     "another dtype": (Upcasting(), "makes torch.float32 of torch.bfloat16"),
     "bias": (Biased(), "other parameters than a weight: bias"),
     "raises": (Raising(), "could not be tried: RuntimeError: a GPU"),
     "eps None": (nn.RMSNorm(8), "eps is None"),
     "two axes": (nn.RMSNorm((4, 4), eps=1e-6), "weight is no vector"),
     "submodules": (nn.Sequential(Llama()), "submodules"),
+    "one element": (Llama(1), "has 1 elements"),
     "no eps": (nn.Linear(4, 4, bias=False), "no vector"),
     "torch's layer norm": (nn.LayerNorm(8, bias=False), "something else"),
 }
@@ -204,10 +240,10 @@ def test_recognised_under_surroundings_of_the_caller():
     """Default device and dtype, autocast and grad mode are the caller's."""
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
         module = Llama()
-        assert recognise(module)(module) == Contract(1e-6, 0.0, "llama")
+        assert recognise(module)(module) == Contract(1e-6, 0.0, "llama", "promoted")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert recognise(Llama())(Llama()) == Contract(1e-6, 0.0, "llama")
+        assert recognise(Llama())(Llama()) == Contract(1e-6, 0.0, "llama", "promoted")
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -118,6 +118,20 @@ def test_training_without_a_loss_is_refused_with_the_remedy():
         tunegen.record(tiny("qwen3").train(), {"input_ids": tokens()})
 
 
+def test_compiled_model_is_recorded_after_it_ran():
+    model = tiny("qwen3").eval()
+    for compiled in (torch.compile(model, backend="eager"), model):
+        if compiled is model:
+            model.compile(backend="eager")
+        compiled(tokens())
+        assert sum(tunegen.record(compiled, {"input_ids": tokens()}).counts().values()) == 9
+
+
+def test_loss_may_be_the_first_of_a_tuple():
+    counts = tunegen.record(tiny("qwen3").train(), {**batch(), "return_dict": False}).counts()
+    assert {problem.direction for problem in counts} == {"forward", "backward"}
+
+
 def test_model_without_norms_is_refused():
     with pytest.raises(ValueError, match="no norm"):
         tunegen.record(nn.Linear(4, 4).eval(), torch.ones(2, 4))

@@ -7,12 +7,13 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from ..errors import UnknownNormError
-from .recognition import Contract, recognise
+from .recognition import Contract, is_ligers, recognise
 
 PROBE_HIDDEN = 64
 
@@ -22,6 +23,18 @@ def norm_classes(architecture: str) -> Iterator[tuple[str, type[nn.Module]]]:
 
     Raises ValueError for a name that transformers does not have, ImportError without transformers.
     """
+    module = _modeling(architecture)
+    for key, value in sorted(vars(module).items()):
+        if "norm" in key.lower() and isinstance(value, type) and issubclass(value, nn.Module):
+            yield key, value
+
+
+def module_name(architecture: str) -> str:
+    """The full name of its modeling module; errors as in `norm_classes`."""
+    return _modeling(architecture).__name__
+
+
+def _modeling(architecture: str) -> ModuleType:
     try:
         models = importlib.import_module("transformers.models")
     except ImportError as error:
@@ -35,9 +48,7 @@ def norm_classes(architecture: str) -> Iterator[tuple[str, type[nn.Module]]]:
         near = difflib.get_close_matches(name, known, 5) or ["qwen3", "llama", "gemma3"]
         message = f"transformers has no architecture {architecture!r}, but {len(known)} others such as"
         raise ValueError(f"{message} {', '.join(near)}") from error
-    for key, value in sorted(vars(module).items()):
-        if "norm" in key.lower() and isinstance(value, type) and issubclass(value, nn.Module):
-            yield key, value
+    return module
 
 
 def instance_of(cls: type[nn.Module]) -> nn.Module:
@@ -50,13 +61,17 @@ def instance_of(cls: type[nn.Module]) -> nn.Module:
         found = _make(cls)
     except Exception as error:
         raise UnknownNormError("it cannot be constructed of a hidden size alone") from error
+    if is_ligers(found):
+        return found  # what it computes stands in its attributes
     contract = _contract(found)
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if isinstance(parameter.default, bool) and _contract(_make(cls, **{name: not parameter.default})) not in (
-            contract,
-            None,
-        ):
-            raise UnknownNormError(f"its {name} changes what it computes: patch the model in place of the class")
+    _, *options = inspect.signature(cls).parameters.values()
+    for name, default in ((p.name, p.default) for p in options if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)):
+        if isinstance(default, bool):
+            changes = _contract(_make(cls, **{name: not default})) not in (contract, None)
+        else:
+            changes = "eps" not in name and name not in ("dtype", "device")
+        if changes:
+            raise UnknownNormError(f"its {name} may change what it computes: patch the model in place of the class")
     return found
 
 

@@ -8,7 +8,8 @@ or quantised by others.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,15 +35,24 @@ under the other casting, .18 and more for the four that round otherwise."""
 
 
 class Contract(NamedTuple):
-    """What a norm computes: `rms_norm(x, weight, eps, offset=offset, casting=casting)`."""
+    """What a norm computes: `rms_norm(x, weight, eps, offset=offset, casting=casting)`. `result` says whose dtype the
+    result has: "x", "weight", or "promoted" from both."""
 
     eps: float
     offset: float
     casting: str
+    result: str = "x"
+
+    def dtype(self, x: torch.dtype, weight: torch.dtype | None) -> torch.dtype:
+        """Of the result."""
+        if weight is None or self.result == "x":
+            return x
+        return weight if self.result == "weight" else torch.promote_types(x, weight)
 
 
-Reader = Callable[[Any], Contract]
-"""The contract of a module, read from its attributes at each call: eps may be changed after construction."""
+Reader = Callable[[Any], "Contract | None"]
+"""The contract of a module, read from its attributes at each call: eps may be changed after construction. None where
+they no longer say one that `rms_norm` has."""
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -60,24 +70,30 @@ def recognise(module: nn.Module, forward: Callable[..., Any] | None = None) -> R
     Raises:
         UnknownNormError: it is no RMSNorm over the last axis that `rms_norm` computes; the message says why.
     """
-    if type(module).__module__.startswith("liger_kernel."):
+    forward = forward or type(module).forward
+    if not _takes_one(forward):
+        raise UnknownNormError("its forward takes other arguments than one tensor")
+    if is_ligers(module):
         return _liger_reader(module)
     if objection := _objection(module):
         raise UnknownNormError(objection)
-    forward = forward or type(module).forward
-    if len(list(_required(forward))) != 2:
-        raise UnknownNormError("its forward takes other arguments than one tensor")
     name = _eps_name(module)
     assert name is not None
-    probe = _stand_in(module)
     try:
         with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-            offset, casting = _formula(lambda x: forward(probe, x), probe, float(getattr(module, name)))
+            probe = _stand_in(module)
+            offset, casting, result = _formula(partial(forward, probe), probe, float(getattr(module, name)))
     except UnknownNormError:
         raise
     except Exception as error:  # it is other people's code, with whatever it needs
         raise UnknownNormError(f"its forward could not be tried: {first_line(error)}") from error
-    return lambda self: Contract(float(getattr(self, name)), offset, casting)
+    return lambda self: Contract(float(getattr(self, name)), offset, casting, result)
+
+
+def is_ligers(module: object) -> bool:
+    """Whether a module, or a function, is of Liger: its norms run on a GPU alone."""
+    home = type(module).__module__ if isinstance(module, nn.Module) else getattr(module, "__module__", None)
+    return str(home).startswith("liger_kernel.")
 
 
 def _objection(module: nn.Module) -> str:
@@ -90,6 +106,8 @@ def _objection(module: nn.Module) -> str:
     weight = getattr(module, "weight", None)
     if weight is not None and (not isinstance(weight, Tensor) or weight.dim() != 1):
         return "its weight is no vector"
+    if weight is not None and weight.shape[0] < 2:
+        return f"its weight has {weight.shape[0]} elements, which says nothing of the width (is it sharded?)"
     name = _eps_name(module)
     if name is None:
         return f"it has no attribute {', '.join(EPS_NAMES)}"
@@ -105,35 +123,42 @@ def _eps_name(module: nn.Module) -> str | None:
     return next((name for name in EPS_NAMES if hasattr(module, name)), None)
 
 
-def _required(function: Callable[..., Any]) -> Iterable[str]:
-    """Names of the arguments that a caller has to give, self among them."""
+def _takes_one(forward: Callable[..., Any]) -> bool:
+    """Whether it has one argument beside self, and no optional ones: a gate or a residual would be lost."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.default is inspect.Parameter.empty and parameter.kind in positional:
-            yield name
+    parameters = list(inspect.signature(forward).parameters.values())
+    return len(parameters) == 2 and all(p.kind in positional and p.default is p.empty for p in parameters)
 
 
 def _liger_reader(module: nn.Module) -> Reader:
-    """Liger's modules run on a GPU alone, and carry their contract as attributes."""
+    """Liger's modules carry their contract as attributes; their result has x's dtype."""
+
+    def read(self: Any) -> Contract | None:
+        casting = LIGER_CASTINGS.get(self.casting_mode)
+        return None if casting is None else Contract(float(self.variance_epsilon), float(self.offset), casting)
+
     casting = getattr(module, "casting_mode", None)
     if casting not in LIGER_CASTINGS:
         raise UnknownNormError(f"Liger's casting {casting!r} is none of {', '.join(LIGER_CASTINGS)}")
-    return lambda self: Contract(float(self.variance_epsilon), float(self.offset), LIGER_CASTINGS[self.casting_mode])
+    return read
 
 
 def _stand_in(module: nn.Module) -> nn.Module:
     """A module of the same class and plain attributes, without hooks, with a random fp32 weight on the CPU."""
     probe: nn.Module = object.__new__(type(module))
     nn.Module.__init__(probe)
-    internal = probe.__dict__.keys()
-    probe.__dict__.update({k: v for k, v in vars(module).items() if k not in internal and k != "forward"})
-    probe.training = module.training
-    for name in module._parameters:
-        probe.register_parameter(name, None)
+    internal = {*vars(probe), "forward", "weight"}
+    vars(probe).update({k: v for k, v in vars(module).items() if k not in internal})
+    probe.training = True  # where a dropout would show
+    probe._parameters.update(dict.fromkeys(module._parameters))
     weight = getattr(module, "weight", None)
-    random = None if weight is None else _random(weight.shape)
-    probe.register_parameter("weight", None if random is None else nn.Parameter(0.5 * random, requires_grad=False))
+    # Not by `register_parameter`, which others replace while they make models without memory.
+    probe._parameters["weight"] = None if weight is None else _parameter(0.5 * _random(weight.shape))
     return probe
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _random(shape: tuple[int, ...]) -> Tensor:
@@ -141,8 +166,8 @@ def _random(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def _formula(run: Callable[[Tensor], Any], probe: nn.Module, eps: float) -> tuple[float, str]:
-    """Offset and casting of what `run` computes with the probe's weight."""
+def _formula(run: Callable[[Tensor], Any], probe: nn.Module, eps: float) -> tuple[float, str, str]:
+    """Offset, casting and whose dtype the result has, of what `run` computes with the probe's weight."""
     weight = probe.weight if isinstance(probe.weight, Tensor) else None
     hidden = PROBE_HIDDEN if weight is None else weight.shape[0]
     rows = max(8, PROBE_ELEMENTS // hidden) & ~1
@@ -153,9 +178,27 @@ def _formula(run: Callable[[Tensor], Any], probe: nn.Module, eps: float) -> tupl
     if not isinstance(got, Tensor) or got.shape != (2, rows // 2, 1, hidden):
         raise UnknownNormError("its result has another shape than its input")
     offset = _offset(got.view(rows, hidden), x, weight, eps)
+    result = "x" if weight is None else _result(run, probe, weight, x[:2])
     if weight is not None:
-        probe.weight = nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)
-    return offset, _casting(run(x.bfloat16()), x.bfloat16(), weight, eps, offset)
+        probe._parameters["weight"] = _parameter(weight.bfloat16())
+    return offset, _casting(run(x.bfloat16()), x.bfloat16(), weight, eps, offset), result
+
+
+def _result(run: Callable[[Tensor], Any], probe: nn.Module, weight: Tensor, x: Tensor) -> str:
+    """Whose dtype the result has where x and the weight differ; "x" where that cannot be run."""
+    found = []
+    for w_dtype, x_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        probe._parameters["weight"] = _parameter(weight.to(w_dtype))
+        try:
+            found.append(run(x.to(x_dtype)).dtype)
+        except Exception:  # torch's own op, say, refuses some pairs
+            return "x"
+    rules = {(torch.float32, torch.bfloat16): "x", (torch.float32,) * 2: "promoted"}
+    if tuple(found) == (torch.bfloat16, torch.float32):
+        return "weight"
+    if tuple(found) not in rules:
+        raise UnknownNormError(f"it makes {found[0]} of fp32 x and bf16 weight, {found[1]} of the reverse")
+    return rules[tuple(found)]
 
 
 def _offset(got: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> float:

@@ -41,11 +41,14 @@ def record(model: nn.Module, batch: Any) -> Recording:
             if is_candidate(module):
                 with contextlib.suppress(UnknownNormError):
                     read = recognise(module, own_forward(type(module)))
-                    handle = module.register_forward_hook(_hook(notes, read(module)), with_kwargs=True)
+                    contract = read(module)
+                    assert contract is not None
+                    handle = module.register_forward_hook(_hook(notes, contract), with_kwargs=True)
                     stack.callback(handle.remove)
         devices = {p.device for p in model.parameters() if p.is_cuda}
         stack.enter_context(torch.random.fork_rng([d.index for d in devices]))
         stack.enter_context(_gradients_kept(model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code may not call hooks
         _step(model, batch)
     if not notes:
         raise ValueError("no norm that tunegen knows ran in this step; patch(model) says why each was left")
@@ -60,7 +63,8 @@ def _step(model: nn.Module, batch: Any) -> None:
         result = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     if not (model.training and torch.is_grad_enabled()):
         return
-    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+    first = result[0] if isinstance(result, tuple) and result else result
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", first)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ValueError(
             "the model is in training mode, but its result has no loss to run backward from: put labels into the "
@@ -73,14 +77,14 @@ def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         weight = getattr(module, "weight", None)
-        if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES or not x.numel():
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype not in DTYPE_NAMES or not x.numel():
             return
         notes[_call("forward", x, weight, contract, None)] += 1
         if y.requires_grad:
             # Shape and strides alone: x itself would live as long as the graph.
             meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             wanted = weight is not None and weight.requires_grad
-            y.register_hook(lambda dy: notes.update([_call("backward", meta, weight, contract, dy, wanted)]))
+            y.register_hook(lambda dy: notes.update([_call("backward", meta, weight, contract, dy, wanted)]))  # type: ignore[no-untyped-call]
 
     return after
 
@@ -116,11 +120,14 @@ def has_rows(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
+    # Copies too: under DistributedDataParallel a gradient may be a view of a bucket that backward writes.
+    kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    for parameter, _, _ in kept:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient, copy in kept:
             parameter.grad = gradient
+            if gradient is not None and copy is not None:
+                gradient.copy_(copy)
