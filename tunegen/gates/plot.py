@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from typing import Any
 
 from .curves import Curves
@@ -13,8 +13,8 @@ WINDOW = 20
 """Steps over which a difference is smoothed."""
 
 
-def draw(curves: Curves, title: str, path: Path) -> None:
-    """A PNG of 1000 x 750 pixels: both curves over each other with the entropy, and below how far they are apart.
+def draw(curves: Curves, title: str) -> bytes:
+    """A PNG file of 1000 x 750 pixels: both curves over each other with the entropy, and below how far they are apart.
     Raises ExtraMissingError without matplotlib."""
     figure = required("matplotlib.figure", "plot").Figure(figsize=(8, 6), dpi=125, layout="constrained")
     canvas = required("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
@@ -22,7 +22,9 @@ def draw(curves: Curves, title: str, path: Path) -> None:
     losses.set_title(title, fontsize=10, loc="left")
     _losses(losses, curves)
     _apart(apart, curves)
-    canvas.print_png(path)
+    file = io.BytesIO()
+    canvas.print_png(file)
+    return file.getvalue()
 
 
 def _losses(axes: Any, curves: Curves) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .. import paths
 from ..errors import GateError
 from . import plot
 from .model import required
@@ -69,14 +69,12 @@ def save(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
     dtype, seed = outcome.setting.dtype, outcome.setting.seed
     device = outcome.versions.get("gpu", "CPU, reference in torch operators")
     title = f"Small Qwen3 in {dtype}, {outcome.setting.steps} steps, seed {seed}; {device}"
-    _replace(folder / "curves.png", lambda path: plot.draw(outcome.curves, title, path))
-    _replace(folder / "gate.json", lambda path: path.write_text(json.dumps(record, indent=2) + "\n"))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".gate-") as folder:
-            write(Path(folder, path.name))
-            os.replace(Path(folder, path.name), path)
-    except OSError as error:
-        raise GateError(f"cannot write {path}: {error.strerror}; give --out another folder") from error
+    texts = {
+        "curves.png": plot.draw(outcome.curves, title),
+        "gate.json": f"{json.dumps(record, indent=2)}\n".encode(),
+    }
+    for name, text in texts.items():
+        try:
+            paths.write_whole(folder / name, text, 0o644)
+        except OSError as error:
+            raise GateError(f"cannot write {folder / name}: {error.strerror}; give --out another folder") from error

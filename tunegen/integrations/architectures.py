@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import UnknownNormError
-from .recognition import Contract, is_ligers, recognise
-
-PROBE_HIDDEN = 64
+from .recognition import PROBE_HIDDEN, Contract, is_ligers, recognise
 
 
 def norm_classes(architecture: str) -> Iterator[tuple[str, type[nn.Module]]]:

@@ -24,7 +24,7 @@ EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layernorm_epsilo
 OFFSETS = (0.0, 1.0)
 LIGER_CASTINGS = {"llama": "llama", "gemma": "fp32"}
 PROBE_HIDDEN = 64
-"""N of a stand-in without a weight, whose size cannot be read."""
+"""N of a stand-in without a weight, whose size cannot be read, and of one that is made from a class."""
 PROBE_ELEMENTS = 1 << 14
 FP32_TOLERANCE = 2e-5
 """Of the largest element of a row: other orders of a sum are off by 1e-6 at most, a wrong eps by 3e-2 (rows of its own
