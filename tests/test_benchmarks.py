@@ -1,0 +1,51 @@
+"""The arithmetic of the benchmarks: ratios of turns with their intervals."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from paired import CONFIDENCE, Ratio, beyond, ratio
+
+
+def test_ratio_survives_drift_that_both_share():
+    drift = [1.0 + turn for turn in range(20)]
+    found = ratio([1.2 * d for d in drift], drift)
+    assert found.median == found.low == found.high == pytest.approx(1.2)
+    assert found.turns == 20
+
+
+def test_interval_of_twenty_turns_lies_between_the_sixth_and_the_fifteenth():
+    """Tables of the binomial distribution: P(X <= 5) is .0207 of 20 throws of a coin."""
+    found = ratio([float(n) for n in range(1, 21)], [1.0] * 20)
+    assert (found.low, found.high) == (6.0, 15.0)
+    assert found.confidence == pytest.approx(1 - 2 * 0.020695, abs=1e-6)
+
+
+def test_interval_holds_the_true_median_as_often_as_it_says():
+    chance = random.Random(0)
+    held = 0
+    for _ in range(500):
+        found = ratio([chance.lognormvariate(0.0, 0.01) for _ in range(20)], [1.0] * 20)
+        held += found.low <= 1.0 <= found.high
+    assert held / 500 >= CONFIDENCE - 0.02
+
+
+def test_few_turns_say_how_little_they_tell():
+    found = ratio([1.0, 2.0], [1.0, 1.0])
+    assert (found.low, found.high, found.confidence) == (1.0, 2.0, 0.5)
+
+
+def test_turns_must_match():
+    with pytest.raises(ValueError, match="argument 2"):
+        ratio([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(("low", "same", "verdict"), [(1.02, (0.99, 1.01), True), (1.005, (0.99, 1.0), False)])
+def test_gain_must_exceed_what_the_same_thing_differs_by_either_way(low, same, verdict):
+    gain, again = (Ratio(1.0, *ends, 0.95, 20) for ends in ((low, 1.1), same))
+    assert beyond(gain, again) is verdict
