@@ -71,7 +71,7 @@ def save(given: argparse.Namespace, found: dict[str, Any]) -> None:
     record = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-        "versions": {**versions(0), **dict(libraries())},
+        "versions": {"tunegen": tunegen.__version__, **versions(0), **dict(libraries())},
         "model": described(given),
         **found,
         "answers": dispatch.answers(),
@@ -81,7 +81,7 @@ def save(given: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def libraries() -> Iterator[tuple[str, str]]:
     """The other packages that a figure depends on, if they are there."""
-    for name in ("tunegen", "transformers", "liger-kernel"):
+    for name in ("transformers", "liger-kernel"):
         with suppress(PackageNotFoundError):
             yield name, version(name)
 
