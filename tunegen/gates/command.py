@@ -30,8 +30,6 @@ def run_gate(
         outcome = run.run(Setting(steps, seed, dtype), place, say)
     command = f"tunegen gate --steps {steps} --dtype {dtype} --seed {seed} --device {place}"
     found = record.as_json(outcome, command, time.monotonic() - began)
-    if out is not None:
-        record.save(out, outcome, found)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -45,6 +43,8 @@ def run_gate(
         console.print(line, soft_wrap=True)
     verdict = "failed" if outcome.reasons else "passed"
     console.print(f"{verdict}: {len(outcome.checks)} checks, {len(outcome.reasons)} failed. {found['seconds']:.0f} s.")
+    if out is not None:
+        record.save(out, outcome, found)  # last: what is on the screen by now is not lost if this fails
     return not outcome.reasons
 
 

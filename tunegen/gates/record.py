@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,6 +17,8 @@ from . import plot
 from .model import required
 from .run import Outcome
 from .training import Run
+
+RECORD, PICTURE = "gate.json", "curves.png"
 
 
 def as_json(outcome: Outcome, command: str, seconds: float) -> dict[str, Any]:
@@ -58,23 +61,26 @@ def prepare(folder: Path) -> None:
     required("matplotlib.figure", "plot")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "not writable")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise GateError(f"cannot write into {folder}: {error.strerror}; give --out another folder") from error
+    for name in (RECORD, PICTURE):
+        if (folder / name).is_dir():
+            raise GateError(f"cannot write {folder / name}: it is a folder; remove it, or give --out another folder")
 
 
 def save(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
-    """`curves.png` and `gate.json`, each whole or not at all; older ones are replaced. Raises GateError."""
+    """RECORD and PICTURE, each whole or not at all; older ones are replaced. Raises GateError."""
+    _write(folder / RECORD, f"{json.dumps(record, indent=2)}\n".encode())
     dtype, seed = outcome.setting.dtype, outcome.setting.seed
     device = outcome.versions.get("gpu", "CPU, reference in torch operators")
     title = f"Small Qwen3 in {dtype}, {outcome.setting.steps} steps, seed {seed}; {device}"
-    texts = {
-        "curves.png": plot.draw(outcome.curves, title),
-        "gate.json": f"{json.dumps(record, indent=2)}\n".encode(),
-    }
-    for name, text in texts.items():
-        try:
-            paths.write_whole(folder / name, text, 0o644)
-        except OSError as error:
-            raise GateError(f"cannot write {folder / name}: {error.strerror}; give --out another folder") from error
+    _write(folder / PICTURE, plot.draw(outcome.curves, title))
+
+
+def _write(path: Path, text: bytes) -> None:
+    try:
+        paths.write_whole(path, text, 0o644)
+    except OSError as error:
+        raise GateError(f"cannot write {path}: {error.strerror}; give --out another folder") from error

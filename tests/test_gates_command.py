@@ -1,0 +1,136 @@
+"""`tunegen gate`: what it prints, writes and ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from faulty_norms import norm_with
+
+from tunegen import cli, paths
+from tunegen.gates import bf16, checks, run
+from tunegen.gates.checks import Check
+from tunegen.gates.curves import Curves
+from tunegen.gates.training import Run
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def fewer_rows(monkeypatch):
+    monkeypatch.setattr(bf16, "SHAPES", {**bf16.SHAPES, "hidden states": (2, 64, 4096)})
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """The gates without their minutes: one check, passed, and curves of 40 steps."""
+
+    def done(setting, device, say=None, norm=None):
+        steps = torch.linspace(3.5, 2.0, 40, dtype=torch.float64)
+        curves = Curves(2.0, Run(steps, {"a": 1.0}), Run(steps + 1e-8, {"a": 1.0}), {"one": Run(steps - 1e-8, {})})
+        return run.Outcome([Check("curves", "all", 0.0, 1.0)], curves, setting, "Nothing was run.", {}, {})
+
+    monkeypatch.setattr(run, "run", done)
+
+
+def gate(*arguments):
+    return CliRunner().invoke(cli.main, ["gate", "--device", "cpu", "--steps", "100", *arguments])
+
+
+def test_command_passes_and_leaves_both_files(tmp_path):
+    done = gate("--out", str(tmp_path / "new" / "folder"))
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1].startswith("passed: 16 checks, 0 failed.")
+    assert "the reference in torch operators was checked and not the kernels" in done.output
+    assert sorted(os.listdir(tmp_path / "new" / "folder")) == ["curves.png", "gate.json"]
+    assert (tmp_path / "new" / "folder" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "new" / "folder" / "gate.json").read_text())
+    assert (found["passed"], found["reasons"], len(found["curves"]["ours"]["losses"])) == (True, [], 100)
+    assert {"torch", "triton", "transformers"} <= found["versions"].keys()
+
+
+def test_command_fails_with_the_reason(monkeypatch, tmp_path):
+    faulty = norm_with("dw x .9")
+    monkeypatch.setattr(checks, "rms_norm", lambda x, weight, eps, casting: faulty(x, weight, eps))
+    done = gate("--json", "--out", str(tmp_path))
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert not found["passed"]
+    assert any(reason.startswith("double: gradcheck") for reason in found["reasons"])
+    assert any("error of dw over Hugging Face's is" in reason for reason in found["reasons"])
+    assert any("movement of a norm's weight" in reason for reason in found["reasons"])
+    assert json.loads((tmp_path / "gate.json").read_text())["reasons"] == found["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "99"], "99 is not in the range 100<=x<=1000000"),
+        (["--device", "tpu:0"], "'tpu:0'"),
+        (["--device", "mps"], "neither a CUDA GPU nor the CPU"),
+        (["--device", "cuda:99"], "no cuda:99"),
+        (["--dtype", "fp16"], "'fp32', 'bf16'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, words):
+    done = gate(*arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
+
+
+def test_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = gate("--out", str(tmp_path / "file"))
+    assert done.exit_code == 2
+    assert "give --out another folder" in done.output
+    assert "gate 1" not in done.output
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers", "qwen3"), ("matplotlib", "plot")])
+def test_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package, extra):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = gate("--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert f'pip install "tunegen[{extra}]"' in done.output
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["gate.json", "curves.png"])
+def test_folder_in_place_of_a_file_is_refused_before_anything_runs(tmp_path, name):
+    """It was seen when the file was to be written: after all the training, and before the verdict was on the screen."""
+    (tmp_path / name).mkdir()
+    done = gate("--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert f"{name}: it is a folder" in done.output
+    assert "gate 1" not in done.output
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_verdict_is_shown_though_it_cannot_be_saved(at_once, monkeypatch, tmp_path, as_json):
+    def full(path, text, mode):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(paths, "write_whole", full)
+    done = gate("--out", str(tmp_path), *as_json)
+    assert done.exit_code == 2
+    *_, verdict, error = done.output.splitlines()
+    assert verdict.startswith("passed: 1 checks, 0 failed.")
+    place = tmp_path / "gate.json"
+    assert error == f"tunegen: cannot write {place}: No space left on device; give --out another folder"
+    if as_json:
+        assert json.loads(done.stdout)["passed"]
+
+
+def test_numbers_are_saved_before_the_picture_is_drawn(at_once, monkeypatch, tmp_path):
+    def broken(curves, title):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("tunegen.gates.plot.draw", broken)
+    assert isinstance(gate("--out", str(tmp_path)).exception, RuntimeError)
+    assert os.listdir(tmp_path) == ["gate.json"]
