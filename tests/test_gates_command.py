@@ -134,3 +134,16 @@ def test_numbers_are_saved_before_the_picture_is_drawn(at_once, monkeypatch, tmp
     monkeypatch.setattr("tunegen.gates.plot.draw", broken)
     assert isinstance(gate("--out", str(tmp_path)).exception, RuntimeError)
     assert os.listdir(tmp_path) == ["gate.json"]
+
+
+def test_interrupted_is_no_verdict(monkeypatch, tmp_path):
+    """click ends with 1 after Ctrl-C, as the gate does where a norm fails."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", interrupted)
+    done = gate("--out", str(tmp_path))
+    assert done.exit_code == 130
+    assert done.output.splitlines()[-1] == "tunegen: interrupted"
+    assert os.listdir(tmp_path) == []

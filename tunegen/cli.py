@@ -264,11 +264,7 @@ def families(as_json: bool) -> None:
 
 @main.command()
 @click.option(
-    "--steps",
-    type=click.IntRange(100, 10**6),
-    default=500,
-    show_default=True,
-    help="Of training, in each of five runs.",
+    "--steps", type=click.IntRange(100, 10**6), default=500, show_default=True, help="In each of five training runs."
 )
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the model trained."
@@ -277,18 +273,24 @@ def families(as_json: bool) -> None:
 @click.option("--device", help="Such as cuda:1 or cpu. [default: the GPU where there is one]")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for curves.png and gate.json. [default: none]")
 @json_option
-def gate(**options: Any) -> None:
+@click.pass_context
+def gate(ctx: click.Context, /, **options: Any) -> None:
     """Three gates before anyone trains a Qwen3 with the norm: float64, bf16, loss curves.
 
     Gradients and values in float64; errors in bf16 beside those of Hugging Face's norm; and the loss curves of a small
-    Qwen3 with random weights. Ends with exit code 1, and the reasons, if one of them fails.
+    Qwen3 with random weights. Ends with exit code 1, and the reasons, if one of them fails; with 2 if they cannot run,
+    or what they found cannot be saved; with 130 if interrupted.
 
     Example: tunegen gate --steps 1000 --out gates
     """
-    from .gates.command import run_gate
+    try:
+        from .gates.command import run_gate
 
-    if not run_gate(_console(options["as_json"]), **options):
-        click.get_current_context().exit(1)
+        passed = run_gate(_console(options["as_json"]), **options)
+    except KeyboardInterrupt:  # click would end with 1, the verdict of a norm that fails
+        click.echo("tunegen: interrupted", err=True)
+        ctx.exit(130)
+    ctx.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":
