@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch
 from click.testing import CliRunner
 from faulty_norms import norm_with
 
-from tunegen import cli, paths
+from tunegen import __version__, cli, paths
 from tunegen.gates import bf16, checks, run
 from tunegen.gates.checks import Check
 from tunegen.gates.curves import Curves
@@ -50,7 +51,12 @@ def test_command_passes_and_leaves_both_files(tmp_path):
     assert (tmp_path / "new" / "folder" / "curves.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "new" / "folder" / "gate.json").read_text())
     assert (found["passed"], found["reasons"], len(found["curves"]["ours"]["losses"])) == (True, [], 100)
-    assert {"torch", "triton", "transformers"} <= found["versions"].keys()
+    assert found["versions"].keys() >= {"tunegen", "torch", "triton", "transformers"}
+    assert found["versions"]["tunegen"] == __version__, "also where it is not installed"
+    assert found["command"] == "tunegen gate --steps 100 --dtype fp32 --seed 0 --device cpu"
+    began = datetime.fromisoformat(found["date"])
+    assert began.utcoffset() == timedelta(0)
+    assert timedelta(0) < datetime.now(timezone.utc) - began < timedelta(minutes=10)
 
 
 def test_command_fails_with_the_reason(monkeypatch, tmp_path):
@@ -147,3 +153,14 @@ def test_interrupted_is_no_verdict(monkeypatch, tmp_path):
     assert done.exit_code == 130
     assert done.output.splitlines()[-1] == "tunegen: interrupted"
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.gpu
+def test_record_names_gpu_driver_and_what_answered(tmp_path):
+    done = CliRunner().invoke(cli.main, ["gate", "--steps", "100", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "gate.json").read_text())
+    assert found["command"].endswith(" --device cuda:0")
+    assert found["versions"]["gpu"] == torch.cuda.get_device_name(0)
+    assert found["versions"]["driver"]
+    assert len(found["answers"]) > 10

@@ -286,7 +286,7 @@ def gate(ctx: click.Context, /, **options: Any) -> None:
     try:
         from .gates.command import run_gate
 
-        passed = run_gate(_console(options["as_json"]), **options)
+        passed = run_gate(_console(options["as_json"]), __version__, **options)
     except KeyboardInterrupt:  # click would end with 1, the verdict of a norm that fails
         click.echo("tunegen: interrupted", err=True)
         ctx.exit(130)

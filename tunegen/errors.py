@@ -52,4 +52,4 @@ class ExtraMissingError(TunegenError):
 
 
 class GateError(TunegenError):
-    """`tunegen gate` cannot run here, or cannot write what it found."""
+    """The folder of `tunegen gate --out`, or a file in it, cannot be written: seen before the gates run, or after."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +18,69 @@ from rich.table import Table
 
 from ..progress import spoken
 from . import record, run
+from .checks import Check
 from .training import Setting
 
 
 def run_gate(
-    console: Console, *, steps: int, dtype: str, seed: int, device: str | None, out: Path | None, as_json: bool
+    console: Console,
+    version: str,
+    *,
+    steps: int,
+    dtype: str,
+    seed: int,
+    device: str | None,
+    out: Path | None,
+    as_json: bool,
 ) -> bool:
-    """Put the norm through the three gates, print what was measured, and return whether it passes."""
+    """Put the norm through the three gates, print what was measured, keep it in `out`; whether the norm passes.
+
+    Raises, before anything runs, click.BadParameter for a device that is not there and ExtraMissingError without
+    transformers or, for `out`, matplotlib; GateError where `out` cannot be written. `version` is tunegen's."""
     place = _device(device)
     if out is not None:
         record.prepare(out)
-    began = time.monotonic()
-    with spoken(console) as say:
-        outcome = run.run(Setting(steps, seed, dtype), place, say)
-    command = f"tunegen gate --steps {steps} --dtype {dtype} --seed {seed} --device {place}"
-    found = record.as_json(outcome, command, time.monotonic() - began)
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("gate", "what was measured", "measured", "limit", "verdict"):
-        table.add_column(name, justify="right" if name in ("measured", "limit") else "left")
-    for check in outcome.checks:
-        verdict = "passed" if check.passed else "FAILED"
-        table.add_row(check.gate, check.what, f"{check.measured:.3g}", f"{check.limit:.3g}", verdict)
-    console.print(table)
-    for line in (*outcome.reasons, outcome.subject):
-        console.print(line, soft_wrap=True)
-    verdict = "failed" if outcome.reasons else "passed"
-    console.print(f"{verdict}: {len(outcome.checks)} checks, {len(outcome.reasons)} failed. {found['seconds']:.0f} s.")
+    outcome, kept = _measured(console, version, Setting(steps, seed, dtype), place)
+    _show(console, outcome, kept, as_json)
     if out is not None:
-        record.save(out, outcome, found)  # last: what is on the screen by now is not lost if this fails
+        record.save(out, outcome, kept)  # last: what is on the screen by now is not lost if this fails
     return not outcome.reasons
 
 
-def _device(text: str | None) -> Any:
+def _measured(
+    console: Console, version: str, setting: Setting, device: torch.device
+) -> tuple[run.Outcome, dict[str, Any]]:
+    """What the gates found, and the plain values that are kept of it."""
+    began, clock = datetime.now(timezone.utc), time.monotonic()
+    with spoken(console) as say:
+        outcome = run.run(setting, device, say)
+    outcome = replace(outcome, versions={**outcome.versions, "tunegen": version})  # also where it is not installed
+    command = f"tunegen gate --steps {setting.steps} --dtype {setting.dtype} --seed {setting.seed} --device {device}"
+    return outcome, record.as_json(outcome, command, began, time.monotonic() - clock)
+
+
+def _show(console: Console, outcome: run.Outcome, kept: dict[str, Any], as_json: bool) -> None:
+    """The plain values as JSON if asked for; a table of the checks, why some fail, what was checked, the verdict."""
+    if as_json:
+        click.echo(json.dumps(kept, indent=2))
+    console.print(_table(outcome.checks))
+    for line in (*outcome.reasons, outcome.subject):
+        console.print(line, soft_wrap=True)
+    verdict = "failed" if outcome.reasons else "passed"
+    console.print(f"{verdict}: {len(outcome.checks)} checks, {len(outcome.reasons)} failed. {kept['seconds']:.0f} s.")
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("gate", "what was measured", "measured", "limit", "verdict"):
+        table.add_column(name, justify="right" if name in ("measured", "limit") else "left")
+    for check in checks:
+        verdict = "passed" if check.passed else "FAILED"
+        table.add_row(check.gate, check.what, f"{check.measured:.3g}", f"{check.limit:.3g}", verdict)
+    return table
+
+
+def _device(text: str | None) -> torch.device:
     """The torch.device of that name, a GPU with its index; without a name the GPU, else the CPU. Raises
     click.BadParameter where there is no such device."""
     try:

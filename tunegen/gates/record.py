@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from .training import Run
 RECORD, PICTURE = "gate.json", "curves.png"
 
 
-def as_json(outcome: Outcome, command: str, seconds: float) -> dict[str, Any]:
-    """Plain values; a number that is not finite is null."""
+def as_json(outcome: Outcome, command: str, began: datetime, seconds: float) -> dict[str, Any]:
+    """Plain values; a number that is not finite is null. `command` repeats the run, `began` is a time of UTC."""
     found = outcome.curves
     return {
         "command": command,
+        "date": began.isoformat(timespec="seconds"),
         "passed": not outcome.reasons,
         "reasons": outcome.reasons,
         "subject": outcome.subject,

@@ -77,6 +77,7 @@ def _subject(device: torch.device, answers: dict[str, str]) -> str:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
+    """Of torch, triton, transformers and, on a GPU, its driver, with its name; of tunegen where it is installed."""
     found = versions(device.index) if device.type == "cuda" else installed_versions()
     with contextlib.suppress(PackageNotFoundError):
         found["transformers"] = version("transformers")
