@@ -14,8 +14,8 @@ Order = Callable[[int], Tensor]
 
 
 def eager(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The arithmetic of Qwen3RMSNorm, bit for bit."""
-    wide = x.to(torch.float32)
+    """The arithmetic of Qwen3RMSNorm: its bits, gradients included, up to fp32; float64 stays wide where it rounds."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
 
