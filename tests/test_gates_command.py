@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from faulty_norms import norm_with
 
 from tunegen import __version__, cli, paths
-from tunegen.gates import bf16, checks, run
+from tunegen.gates import bf16, checks, plot, run
 from tunegen.gates.checks import Check
 from tunegen.gates.curves import Curves
 from tunegen.gates.training import Run
@@ -27,13 +27,18 @@ def fewer_rows(monkeypatch):
 
 
 @pytest.fixture
-def at_once(monkeypatch):
-    """The gates without their minutes: one check, passed, and curves of 40 steps."""
+def made_up():
+    """Curves of 40 steps, ours 1e-8 from the baseline and a reordered run 2e-8."""
+    steps = torch.linspace(3.5, 2.0, 40, dtype=torch.float64)
+    return Curves(2.0, Run(steps, {"a": 1.0}), Run(steps + 1e-8, {"a": 1.0}), {"one": Run(steps - 2e-8, {})})
+
+
+@pytest.fixture
+def at_once(monkeypatch, made_up):
+    """The gates without their minutes: one check, passed."""
 
     def done(setting, device, say=None, norm=None):
-        steps = torch.linspace(3.5, 2.0, 40, dtype=torch.float64)
-        curves = Curves(2.0, Run(steps, {"a": 1.0}), Run(steps + 1e-8, {"a": 1.0}), {"one": Run(steps - 1e-8, {})})
-        return run.Outcome([Check("curves", "all", 0.0, 1.0)], curves, setting, "Nothing was run.", {}, {})
+        return run.Outcome([Check("curves", "all", 0.0, 1.0)], made_up, setting, "Nothing was run.", {}, {})
 
     monkeypatch.setattr(run, "run", done)
 
@@ -153,6 +158,24 @@ def test_interrupted_is_no_verdict(monkeypatch, tmp_path):
     assert done.exit_code == 130
     assert done.output.splitlines()[-1] == "tunegen: interrupted"
     assert os.listdir(tmp_path) == []
+
+
+def test_picture_shows_what_is_judged(made_up):
+    """The difference over all steps, that of reordered runs, and the limit between right and wrong."""
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    plot._apart(axes, made_up)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "Hugging Face's norm, sums in other orders: 2.0e-08 at most",
+        "norm under test: 1.0e-08",
+        "limit of the norm under test: 2 x the reordered runs",
+    ]
+    assert axes.get_lines()[-1].get_ydata()[0] == pytest.approx(4e-8)
+
+
+def test_record_holds_what_the_picture_is_drawn_from(at_once, made_up, tmp_path):
+    assert gate("--out", str(tmp_path)).exit_code == 0
+    kept = json.loads((tmp_path / "gate.json").read_text())["curves"]
+    assert kept["reordered"]["one"]["losses"] == made_up.reordered["one"].losses.tolist()
 
 
 @pytest.mark.gpu

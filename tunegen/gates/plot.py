@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from .curves import Curves
+from .curves import APART, Curves
 from .model import required
 from .training import Run
 
@@ -38,7 +38,8 @@ def _losses(axes: Any, curves: Curves) -> None:
 
 
 def _apart(axes: Any, curves: Curves) -> None:
-    """Differences on a logarithmic axis, smoothed; where losses are the same bits there is nothing to draw."""
+    """Differences on a logarithmic axis, smoothed; where losses are the same bits there is nothing to draw. Beside them
+    what is judged: the limit, and in the legend the difference over all steps."""
     steps = range(WINDOW, len(curves.baseline.losses) + 1)
 
     def away(run: Run) -> Any:
@@ -46,12 +47,15 @@ def _apart(axes: Any, curves: Curves) -> None:
         return squares.unfold(0, WINDOW, 1).mean(-1).sqrt()
 
     for number, run in enumerate(curves.reordered.values()):
-        label = "Hugging Face's norm, sums in another order" if number == 0 else None
+        label = f"Hugging Face's norm, sums in other orders: {curves.noise():.1e} at most" if number == 0 else None
         axes.plot(steps, away(run), color="tab:gray", linewidth=1, alpha=0.7, label=label)
-    ours = away(curves.ours)
-    label = "norm under test" if bool(ours.any()) else "norm under test: the same bits"
-    axes.plot(steps, ours, color="tab:blue", linewidth=1.2, label=label)
+    apart = curves.apart()
+    label = f"norm under test: {apart:.1e}" if apart else "norm under test: the same bits, nothing to draw"
+    axes.plot(steps, away(curves.ours), color="tab:blue", linewidth=1.2, label=label)
+    limit = f"limit of the norm under test: {APART:g} x the reordered runs"
+    axes.axhline(APART * curves.noise(), color="tab:red", linestyle="--", linewidth=1, label=limit)
     axes.set_yscale("log", nonpositive="mask")
-    axes.set_ylabel("difference, nats\n" + f"(root mean square of {WINDOW} steps)")
+    axes.set_ylabel("from Hugging Face's, nats\n" + f"(rms of {WINDOW} steps)")
     axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="best")
+    below = {"loc": "upper left", "bbox_to_anchor": (0, -0.25), "alignment": "left"}
+    axes.legend(frameon=False, fontsize=8, title="root mean square (rms) over all steps", title_fontsize=8, **below)

@@ -42,6 +42,7 @@ def as_json(outcome: Outcome, command: str, began: datetime, seconds: float) -> 
             "reordered_apart": _finite(found.noise()),
             "baseline": _run(found.baseline),
             "ours": _run(found.ours),
+            "reordered": {name: _run(run) for name, run in found.reordered.items()},
         },
     }
 
