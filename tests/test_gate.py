@@ -1,4 +1,4 @@
-"""The gate tests itself: right kernels pass, faulty ones do not, in every dtype in which the fault is one."""
+"""Verification, itself tested: right kernels pass, faulty ones do not, in every dtype in which the fault is one."""
 
 from __future__ import annotations
 

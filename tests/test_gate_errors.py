@@ -1,4 +1,4 @@
-"""How the gate counts errors, against numbers worked out by hand."""
+"""How verification counts errors, against numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ def test_command_passes_and_leaves_both_files(tmp_path):
     assert sorted(os.listdir(tmp_path / "new" / "folder")) == ["curves.png", "gate.json"]
     assert (tmp_path / "new" / "folder" / "curves.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "new" / "folder" / "gate.json").read_text())
+    assert list(dict.fromkeys(check["gate"] for check in found["checks"])) == ["float64", "bf16", "curves"]
     assert (found["passed"], found["reasons"], len(found["curves"]["ours"]["losses"])) == (True, [], 100)
     assert found["versions"].keys() >= {"tunegen", "torch", "triton", "transformers"}
     assert found["versions"]["tunegen"] == __version__, "also where it is not installed"
@@ -71,7 +72,7 @@ def test_command_fails_with_the_reason(monkeypatch, tmp_path):
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert not found["passed"]
-    assert any(reason.startswith("double: gradcheck") for reason in found["reasons"])
+    assert any(reason.startswith("float64: gradcheck") for reason in found["reasons"])
     assert any("error of dw over Hugging Face's is" in reason for reason in found["reasons"])
     assert any("movement of a norm's weight" in reason for reason in found["reasons"])
     assert json.loads((tmp_path / "gate.json").read_text())["reasons"] == found["reasons"]

@@ -14,7 +14,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 from .checks import Check, Norm
 
-GATE = "double"
+GATE = "float64"
 EPS = 1e-6
 LARGEST_ERROR = 1e-13
 """Of y, dx and dw, relative. Sums of at most 33 elements in float64 stay below 4e-15; one rounding to fp32 is 6e-8."""

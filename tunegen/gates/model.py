@@ -30,7 +30,7 @@ def hugging_faces_norm() -> type[nn.Module]:
     return found
 
 
-def small_qwen3(vocab: int, length: int, seed: int) -> nn.Module:
+def small_qwen3(vocab: int, sequence_length: int, seed: int) -> nn.Module:
     """Qwen3ForCausalLM of two layers, hidden 64, four heads of 16 with two of keys: nine norms, four of them per head.
     fp32, on the CPU; torch's own random numbers go on as if it had not been made.
 
@@ -46,7 +46,7 @@ def small_qwen3(vocab: int, length: int, seed: int) -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=length,
+        max_position_embeddings=sequence_length,
         initializer_range=0.02,
         rms_norm_eps=1e-6,
         use_cache=False,

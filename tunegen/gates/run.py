@@ -43,8 +43,10 @@ class Outcome:
 def run(
     setting: Setting, device: torch.device, say: Callable[[str], None] = lambda text: None, norm: Norm = tunegens
 ) -> Outcome:
-    """Put `norm` through all gates; a failure of one does not stop the next. Raises ExtraMissingError without
-    transformers."""
+    """Put `norm` through all gates; one that it does not pass does not stop the next.
+
+    Raises ExtraMissingError without transformers; what `norm` itself raises is passed on.
+    """
     module = hugging_faces_norm()
     say("gate 1 of 3: gradients and values in float64")
     checks = double.check(norm, setting.seed, device)

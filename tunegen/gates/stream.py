@@ -43,15 +43,15 @@ def chain_of(transitions: Tensor) -> Chain:
     return Chain(transitions, stationary, float(stationary @ entropies))
 
 
-def sample(chain: Chain, steps: int, batch: int, length: int, seed: int) -> Tensor:
-    """Tokens (steps, batch, length), int64: each sequence starts from the stationary distribution."""
+def sample(chain: Chain, steps: int, batch: int, sequence_length: int, seed: int) -> Tensor:
+    """Tokens (steps, batch, sequence_length), int64: each sequence starts from the stationary distribution."""
     generator = torch.Generator().manual_seed(seed)
     sequences, last = steps * batch, len(chain.stationary) - 1
-    tokens = torch.empty(sequences, length, dtype=torch.int64)
+    tokens = torch.empty(sequences, sequence_length, dtype=torch.int64)
     tokens[:, 0] = torch.multinomial(chain.stationary, sequences, replacement=True, generator=generator)
     cumulative = chain.transitions.cumsum(-1)
-    for place in range(1, length):
+    for place in range(1, sequence_length):
         uniform = torch.rand(sequences, 1, generator=generator, dtype=torch.float64)
         following = torch.searchsorted(cumulative[tokens[:, place - 1]], uniform)
         tokens[:, place] = following.squeeze(1).clamp(max=last)  # a sum of probabilities may end just below 1
-    return tokens.view(steps, batch, length)
+    return tokens.view(steps, batch, sequence_length)

@@ -31,9 +31,9 @@ class Setting:
     dtype: str = "fp32"
     vocab: int = 32
     batch: int = 8
-    length: int = 32
-    rate: float = 1e-3
-    norm_rate: float = 0.01
+    sequence_length: int = 32
+    lr: float = 1e-3
+    norm_lr: float = 0.01
     momentum: float = 0.9
     warmup: int = 20
 
@@ -46,16 +46,16 @@ class Run(NamedTuple):
 
 
 def tokens(setting: Setting) -> tuple[stream.Chain, Tensor]:
-    """The chain, and its tokens (steps, batch, length)."""
+    """The chain, and its tokens (steps, batch, sequence_length)."""
     chain = stream.make_chain(setting.vocab, setting.seed)
-    return chain, stream.sample(chain, setting.steps, setting.batch, setting.length, setting.seed + 1)
+    return chain, stream.sample(chain, setting.steps, setting.batch, setting.sequence_length, setting.seed + 1)
 
 
 def train(
     norm: Norm | None, setting: Setting, batches: Tensor, device: torch.device, step_done: Callable[[], None]
 ) -> Run:
-    """Train with `norm`, or with Hugging Face's own where it is None, on `batches` (steps, batch, length)."""
-    model = small_qwen3(setting.vocab, setting.length, setting.seed).to(device, DTYPES[setting.dtype])
+    """Train with `norm`, or with Hugging Face's own where it is None, on `batches` (steps, batch, sequence_length)."""
+    model = small_qwen3(setting.vocab, setting.sequence_length, setting.seed).to(device, DTYPES[setting.dtype])
     if norm is not None:
         put_in(model, norm)
     learner = _Learner(model, setting)
@@ -95,8 +95,8 @@ class _Learner:
         matrices = [copy for copy in self.copies.values() if copy.dim() > 1]
         # Adam's 1e-6 lets gradients of rounding's size be small steps; divided by themselves they would be full ones.
         self.optimizers = [
-            torch.optim.AdamW(matrices, lr=setting.rate, eps=1e-6, weight_decay=0.0),
-            torch.optim.SGD(list(self.norms(copy=False).values()), lr=setting.norm_rate, momentum=setting.momentum),
+            torch.optim.AdamW(matrices, lr=setting.lr, eps=1e-6, weight_decay=0.0),
+            torch.optim.SGD(list(self.norms(copy=False).values()), lr=setting.norm_lr, momentum=setting.momentum),
         ]
 
     def norms(self, copy: bool = True) -> dict[str, Tensor]:
@@ -111,8 +111,8 @@ class _Learner:
             copy = self.copies[name]
             copy.grad = torch.zeros_like(copy) if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
-        for optimizer, rate in zip(self.optimizers, (self.setting.rate, self.setting.norm_rate), strict=True):
-            optimizer.param_groups[0]["lr"] = warm * rate
+        for optimizer, lr in zip(self.optimizers, (self.setting.lr, self.setting.norm_lr), strict=True):
+            optimizer.param_groups[0]["lr"] = warm * lr
             optimizer.step()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
