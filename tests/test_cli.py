@@ -86,6 +86,8 @@ BAD_INPUT = {
     "sweep --hidden 64 --direction both": ["--direction", "'both'", "'forward', 'backward'"],
     "sweep --hidden 64 --casting hf": ["--casting", "'hf'", "'fp32', 'llama'"],
     "sweep --hidden 64 --arch sm_75": ["--arch", "'sm_75'", "sm_80, sm_86, sm_89, sm_90"],
+    "sweep --from ~nobody.here/step.json": ["--from", "~nobody.here/step.json"],
+    "gate --out ~nobody.here/gates": ["--out", "~nobody.here/gates"],
     "sweep --hidden 64 --db ~nobody.here/x.db": ["--db", "~nobody.here/x.db"],
     "sweep --width 64": ["No such option", "--width"],
     "show losers": ["'losers'", "'winners', 'trials'"],
@@ -532,6 +534,13 @@ def reject(db, config, problem=FORWARD):
     trial = Trial(replace(problem, rows=7), config, TrialState.INCORRECT, digest=digest, reason="y: NaN")
     with Store.open(db) as store:
         store.add(store.begin_sweep(H200, {}, {}, 0), trial, PROTOCOL, triton_minor(), "2.14")
+
+
+def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    assert f"cannot read {tmp_path}/step.json" in refused("sweep", "--from", "~/step.json")
+    assert f"{tmp_path}/file" in refused("gate", "--out", "~/file", "--device", "cpu")
 
 
 def test_render_never_shows_a_default_that_the_gate_rejected(db):

@@ -42,11 +42,15 @@ def main() -> None:
     """Tune RMSNorm kernels for this GPU and look at what was found."""
 
 
-def _database(ctx: click.Context, param: click.Parameter, value: str | None) -> Path:
+def _path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
     try:
-        return Path(value).expanduser() if value else paths.database()
+        return None if value is None else Path(value).expanduser()
     except RuntimeError as error:  # ~somebody
         raise click.BadParameter(f"{value}: {error}") from error
+
+
+def _database(ctx: click.Context, param: click.Parameter, value: str | None) -> Path:
+    return _path(ctx, param, value or None) or paths.database()
 
 
 def _numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
@@ -76,7 +80,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 @click.option(
     "--hidden", callback=_numbers, multiple=True, help="Widths N; several with commas or repeated. Or use --from."
 )
-@click.option("--from", "recording", help="Tune exactly the problems of a file by tunegen.record, and count its calls.")
+@click.option("--from", "recording", callback=_path, help="Tune the problems of a file by tunegen.record.")
 @click.option(
     "--rows", callback=_numbers, multiple=True, help=f"Row counts M. [default: {','.join(map(str, DEFAULT_ROWS))}]"
 )
@@ -139,7 +143,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 DESCRIBES_PROBLEMS = ("hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "frozen_weight")
 
 
-def _recorded(ctx: click.Context, path: str) -> dict[Problem, int]:
+def _recorded(ctx: click.Context, path: Path) -> dict[Problem, int]:
     """The problems of a recording with their counts, if no option describes problems too."""
     for name in DESCRIBES_PROBLEMS:
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -271,7 +275,7 @@ def families(as_json: bool) -> None:
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of inputs and weights.")
 @click.option("--device", help="Such as cuda:1 or cpu. [default: the GPU where there is one]")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for curves.png and gate.json. [default: none]")
+@click.option("--out", callback=_path, help="Folder for curves.png and gate.json. [default: none]")
 @json_option
 @click.pass_context
 def gate(ctx: click.Context, /, **options: Any) -> None:

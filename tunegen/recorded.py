@@ -16,6 +16,9 @@ from .paths import write_whole
 
 FORMAT = 1
 LARGEST = 2**62
+WIDEST = 2**31 - 1
+"""N: the kernels count the elements of a row in 32 bits."""
+FORWARD_ONLY = "forward only: no norm ran backward; for that call model.train() first, and put labels into the batch"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file whole or not at all. Raises RecordingError where that is impossible."""
-        target = Path(path)
+        target = _expanded(path)
         text = json.dumps({"format": FORMAT, "model": self.model, "calls": [asdict(c) for c in self.calls]}, indent=1)
         try:
             write_whole(target, f"{text}\n".encode(), 0o644)
@@ -61,6 +64,8 @@ class Recording:
             copied = sum(c.copied * c.count for c in self.calls if c.problem == problem)
             copies = f", {copied} tensors are copied first, for their strides" if copied else ""
             lines.append(f"  {count} x {problem.label()}{copies}")
+        if all(call.problem.direction == "forward" for call in self.calls):
+            lines.append(f"  {FORWARD_ONLY}")
         return "\n".join(lines)
 
 
@@ -70,8 +75,9 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     Raises RecordingError: it cannot be read, is no recording, or an entry is no problem that tunegen knows; the message
     names the file, the entry and the key.
     """
+    path = _expanded(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         document = json.loads(text)
     except OSError as error:
         raise RecordingError(f"cannot read {path}: {error.strerror}") from error
@@ -87,6 +93,13 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     if not calls:
         raise RecordingError(f"{path} holds no calls: the recorded step ran no norm that tunegen knows")
     return Recording(str(document.get("model", "")), calls)
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~somebody
+        raise RecordingError(f"{path}: {error}") from error
 
 
 def _call(entry: Any, where: str) -> RecordedCall:
@@ -121,12 +134,18 @@ def _problem(entry: dict[str, Any], where: str) -> Problem:
         # By type too: 0 is equal to False.
         if key in entry and not any(type(entry[key]) is type(value) and entry[key] == value for value in values):
             raise RecordingError(f"{where}: {key} must be one of {', '.join(map(str, values))}, got {entry[key]!r}")
-    for key in ("hidden", "rows"):
-        _number(entry, key, 1, where)
+    _number(entry, "hidden", 1, where, WIDEST)
+    _number(entry, "rows", 1, where)
     for key in ("op", "direction"):
         if key not in entry:
             raise RecordingError(f"{where}: {key} is missing")
-    return Problem(**entry)
+    problem = Problem(**entry)
+    for key in ("offset", "weight_grad"):
+        if getattr(problem, key) and problem.weight_dtype is None:
+            raise RecordingError(f"{where}: {key} is true, but weight_dtype is null: there is no weight")
+    if problem.weight_grad and problem.direction == "forward":
+        raise RecordingError(f"{where}: weight_grad is true, but direction is forward: only backward makes gradients")
+    return problem
 
 
 def _numbers(entry: dict[str, Any], key: str, where: str) -> tuple[int, ...]:
@@ -136,13 +155,14 @@ def _numbers(entry: dict[str, Any], key: str, where: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _number(entry: dict[str, Any], key: str, least: int, where: str) -> int:
+def _number(entry: dict[str, Any], key: str, least: int, where: str, most: int = LARGEST) -> int:
     found = entry.get(key)
-    if not _whole(found, least):
-        raise RecordingError(f"{where}: {key} must be an integer of at least {least}, got {found!r}")
+    if not _whole(found, least, most):
+        limit = f" and at most {most}" if isinstance(found, int) and found > least else ""
+        raise RecordingError(f"{where}: {key} must be an integer of at least {least}{limit}, got {found!r}")
     assert isinstance(found, int)
     return found
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+def _whole(value: object, least: int, most: int = LARGEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
