@@ -23,7 +23,8 @@ LAYERS = {
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
-        "integrations.eager_backward integrations.hub_kernels integrations.patching integrations.recording"
+        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching "
+        "integrations.recording"
     ),
     "gates": (
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
@@ -41,8 +42,8 @@ STARTED = {("worker", "serving")}
 TORCH = (
     "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module verify bench evaluate serving "
     "integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
-    "integrations.patching integrations.recording gates.checks gates.double gates.bf16 gates.stream gates.model "
-    "gates.eager gates.training gates.curves gates.run gates.command"
+    "integrations.forwards integrations.patching integrations.recording gates.checks gates.double gates.bf16 "
+    "gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {
     "torch": TORCH,

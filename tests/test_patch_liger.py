@@ -57,6 +57,22 @@ def test_model_that_liger_patched_gets_our_norms(modeling, calls):
     assert [vars(m)["forward"] for m in model.modules() if "forward" in vars(m)] == theirs
 
 
+def test_liger_after_ours_takes_the_norms_until_ours_is_called_again(modeling, calls):
+    """Therefore: call ours last."""
+    model = tiny("qwen3")
+    want = model(tokens()).logits
+    tunegen.patch(model)
+    liger.apply_liger_kernel_to_qwen3(model=model, **NORM_ALONE)
+    norms = [m for m in model.modules() if "forward" in vars(m)]
+    assert {m.forward.__func__.__module__.partition(".")[0] for m in norms} == {"liger_kernel"}
+    theirs = [vars(m)["forward"] for m in norms]
+    assert len(tunegen.patch(model).replaced) == NORMS["qwen3"]
+    assert torch.equal(model(tokens()).logits, want)
+    assert len(calls) == NORMS["qwen3"]
+    assert tunegen.unpatch(model) == NORMS["qwen3"]
+    assert [vars(m)["forward"] for m in norms] == theirs
+
+
 def test_classes_that_liger_put_in_place_get_our_forward(modeling, calls):
     liger.apply_liger_kernel_to_qwen3(**NORM_ALONE)
     cls = modeling.Qwen3RMSNorm

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
+import types
 from dataclasses import replace
 
 import pytest
@@ -12,8 +15,11 @@ from torch import nn
 
 import tunegen
 from tunegen.errors import RecordingError
+from tunegen.integrations import recording
 from tunegen.model import Problem
-from tunegen.recorded import RecordedCall, Recording, load_recording
+from tunegen.recorded import FORWARD_ONLY, RecordedCall, Recording, load_recording
+
+op = importlib.import_module("tunegen.ops.rms_norm")
 
 LLAMA = {"casting": "llama", "x_dtype": "bf16", "weight_dtype": "bf16"}
 
@@ -55,6 +61,9 @@ def test_forward_alone_in_evaluation():
     found = tunegen.record(tiny("qwen3", torch.bfloat16).eval(), {"input_ids": tokens()})
     assert {problem.direction for problem in found.counts()} == {"forward"}
     assert sum(found.counts().values()) == 9
+    assert FORWARD_ONLY in str(found)
+    assert "model.train()" in FORWARD_ONLY
+    assert FORWARD_ONLY not in str(tunegen.record(tiny("qwen3").train(), batch()))
 
 
 def test_frozen_weights_want_no_gradient():
@@ -99,6 +108,55 @@ def test_model_is_left_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_random_numbers_of_python_and_numpy_go_on_as_if_nothing_had_run():
+    numpy = pytest.importorskip("numpy")
+
+    class Shaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(4, eps=1e-6)
+
+        def forward(self, x):
+            return self.norm(x * random.random() * numpy.random.rand())
+
+    random.seed(1)
+    numpy.random.seed(1)
+    want = random.random(), numpy.random.rand()
+    random.seed(1)
+    numpy.random.seed(1)
+    tunegen.record(Shaking().eval(), torch.ones(2, 4))
+    assert (random.random(), numpy.random.rand()) == want
+
+
+def test_forward_of_others_is_recorded_by_what_it_computes():
+    """As `patch` sees it: neither a forward that is none of the module's nor one that computes otherwise is ours."""
+    model = nn.Sequential(nn.RMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6), nn.RMSNorm(4, eps=1e-6)).eval()
+    model[0].forward = lambda x: 0 * x
+    model[1].forward = types.MethodType(lambda self, x: 2 * nn.RMSNorm.forward(self, x), model[1])
+    assert sum(tunegen.record(model, torch.ones(2, 4)).counts().values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "copies"),
+    [
+        ((2, 3, 4), (12, 4, 1), False),
+        ((2, 3, 4), (30, 10, 1), False),
+        ((2, 3, 4), (4, 8, 1), True),
+        ((3, 4), (9, 1), False),
+        ((3, 4), (1, 3), True),
+        ((3, 1), (9, 5), False),
+        ((4,), (1,), False),
+        ((4,), (2,), True),
+        ((2, 1, 4), (4, 100, 1), False),
+    ],
+)
+def test_what_is_copied_is_said_by_the_op_itself(shape, strides, copies, monkeypatch):
+    tensor = torch.empty_strided(shape, strides)
+    assert op.is_copied(tensor) == copies == (op.as_rows(tensor).data_ptr() != tensor.data_ptr())
+    monkeypatch.setattr(op, "as_rows", lambda tensor: tensor.clone())
+    assert recording.is_copied(tensor)
 
 
 def test_hooks_are_taken_off_after_an_error():
@@ -155,6 +213,15 @@ def test_file_gives_back_what_was_recorded(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["step.json"]
 
 
+def test_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    RECORDING.save("~/step.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["step.json"]
+    assert load_recording("~/step.json") == RECORDING
+    with pytest.raises(RecordingError, match="~nobody_here"):
+        load_recording("~nobody_here/step.json")
+
+
 def test_unwritable_place_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(RecordingError, match=r"no/such/step\.json"):
         RECORDING.save(tmp_path / "no/such/step.json")
@@ -170,6 +237,14 @@ def test_unwritable_place_is_named_and_nothing_is_left(tmp_path):
         ({"problem": {"op": "layer_norm"}}, "call 1: op must be one of rms_norm, got 'layer_norm'"),
         ({"problem": {"direction": "sideways"}}, "direction must be one of forward, backward"),
         ({"problem": {"hidden": 0}}, "hidden must be an integer of at least 1, got 0"),
+        ({"problem": {"hidden": 2**31}}, "hidden must be .* at most 2147483647, got 2147483648"),
+        ({"problem": {"rows": 2**63}}, f"rows must be .* at most {2**62}"),
+        ({"problem": {"offset": True, "weight_dtype": None}}, "call 1: offset is true, but weight_dtype is null"),
+        (
+            {"problem": {"weight_grad": True, "weight_dtype": None, "direction": "backward"}},
+            "call 1: weight_grad is true, but weight_dtype is null",
+        ),
+        ({"problem": {"weight_grad": True}}, "weight_grad is true, but direction is forward"),
         ({"problem": {"rows": True}}, "rows must be an integer"),
         ({"problem": {"rows": "24"}}, "rows must be an integer"),
         ({"problem": {"x_dtype": "int8"}}, "x_dtype must be one of"),

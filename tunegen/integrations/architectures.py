@@ -13,26 +13,12 @@ import torch
 from torch import nn
 
 from ..errors import UnknownNormError
-from .recognition import PROBE_HIDDEN, Contract, is_ligers, recognise
+from .recognition import PROBE_HIDDEN, Contract, is_ligers, recognised
 
 
-def norm_classes(architecture: str) -> Iterator[tuple[str, type[nn.Module]]]:
-    """`(name in the module, class)` of everything called a norm there, Liger's classes in place of its own included.
-
-    Raises ValueError for a name that transformers does not have, ImportError without transformers.
-    """
-    module = _modeling(architecture)
-    for key, value in sorted(vars(module).items()):
-        if "norm" in key.lower() and isinstance(value, type) and issubclass(value, nn.Module):
-            yield key, value
-
-
-def module_name(architecture: str) -> str:
-    """The full name of its modeling module; errors as in `norm_classes`."""
-    return _modeling(architecture).__name__
-
-
-def _modeling(architecture: str) -> ModuleType:
+def modeling(architecture: str) -> ModuleType:
+    """Its modeling module. Raises ValueError for a name that transformers does not have, ImportError without
+    transformers."""
     try:
         models = importlib.import_module("transformers.models")
     except ImportError as error:
@@ -47,6 +33,13 @@ def _modeling(architecture: str) -> ModuleType:
         message = f"transformers has no architecture {architecture!r}, but {len(known)} others such as"
         raise ValueError(f"{message} {', '.join(near)}") from error
     return module
+
+
+def norm_classes(module: ModuleType) -> Iterator[tuple[str, type[nn.Module]]]:
+    """`(name in the module, class)` of everything called a norm there, Liger's classes in place of its own included."""
+    for key, value in sorted(vars(module).items()):
+        if "norm" in key.lower() and isinstance(value, type) and issubclass(value, nn.Module):
+            yield key, value
 
 
 def instance_of(cls: type[nn.Module]) -> nn.Module:
@@ -80,6 +73,6 @@ def _make(cls: type[nn.Module], **switches: bool) -> nn.Module:
 
 def _contract(module: nn.Module) -> Contract | None:
     try:
-        return recognise(module)(module)
+        return recognised(module)[1]
     except UnknownNormError:
         return None

@@ -14,12 +14,10 @@ from typing import Any
 from torch import nn
 
 NAME, OWN_NAME = "kernel_layer_name", "_tunegen_kernel_layer_name"
-
-
 ABILITIES = {"has_backward": True, "can_torch_compile": True}
 
 
-def offer(cls: type[nn.Module]) -> None:
+def register(cls: type[nn.Module]) -> None:
     """Register a patched class, if the `kernels` library decorated it."""
     name = vars(cls).get(NAME)
     library: Any = sys.modules.get("kernels")
@@ -34,7 +32,7 @@ def offer(cls: type[nn.Module]) -> None:
     library.register_kernel_mapping({getattr(cls, NAME): {"cuda": dict.fromkeys(modes, repository)}})
 
 
-def withdraw(cls: type[nn.Module]) -> None:
+def unregister(cls: type[nn.Module]) -> None:
     """Give a class the layer name back that it had."""
     if OWN_NAME in vars(cls):
         setattr(cls, NAME, vars(cls)[OWN_NAME])

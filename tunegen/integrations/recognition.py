@@ -90,6 +90,18 @@ def recognise(module: nn.Module, forward: Callable[..., Any] | None = None) -> R
     return lambda self: Contract(float(getattr(self, name)), offset, casting, result)
 
 
+def recognised(module: nn.Module, forward: Callable[..., Any] | None = None) -> tuple[Reader, Contract]:
+    """`recognise`, and the contract as it is now; for attributes that say none UnknownNormError too."""
+    read = recognise(module, forward)
+    try:
+        contract = read(module)
+    except Exception as error:  # attributes of others may be anything, and properties run their code
+        raise UnknownNormError(f"its contract cannot be read: {first_line(error)}") from error
+    if contract is None:
+        raise UnknownNormError("its attributes say no contract that rms_norm has")
+    return read, contract
+
+
 def is_ligers(module: object) -> bool:
     """Whether a module, or a function, is of Liger: its norms run on a GPU alone."""
     home = type(module).__module__ if isinstance(module, nn.Module) else getattr(module, "__module__", None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,18 +14,21 @@ from torch import Tensor, nn
 
 from ..errors import UnknownNormError
 from ..model import Problem
+from ..ops.rms_norm import is_copied
 from ..recorded import RecordedCall, Recording
 from ..reference import DTYPE_NAMES
-from .patching import own_forward
-from .recognition import Contract, is_candidate, recognise
+from .forwards import forward_of
+from .recognition import Contract, is_candidate, recognised
 
 
 def record(model: nn.Module, batch: Any) -> Recording:
     """Run one step of `model` and note every norm call: shapes, strides, dtypes, directions, counts.
 
     The step is `model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`. A model in
-    training mode also runs backward, from the `loss` of the result (or the result itself) where that is one number.
-    Gradients that are there stay as they are, and random numbers go on as if nothing had run.
+    training mode (`model.train()`) also runs backward, from the `loss` of the result (or the result itself) where that
+    is one number. Gradients of its parameters stay as they are, and the random numbers of torch, Python and NumPy go on
+    as if nothing had run. What else a step changes it changes: running statistics (BatchNorm), other buffers, and the
+    gradients of tensors of the batch that ask for one.
 
     Args:
         model: patched or not; its norms are recognised as by `patch`.
@@ -40,13 +45,10 @@ def record(model: nn.Module, batch: Any) -> Recording:
         for module in model.modules():
             if is_candidate(module):
                 with contextlib.suppress(UnknownNormError):
-                    read = recognise(module, own_forward(type(module)))
-                    contract = read(module)
-                    assert contract is not None
+                    _, contract = recognised(module, forward_of(module))
                     handle = module.register_forward_hook(_hook(notes, contract), with_kwargs=True)
                     stack.callback(handle.remove)
-        devices = {p.device for p in model.parameters() if p.is_cuda}
-        stack.enter_context(torch.random.fork_rng([d.index for d in devices]))
+        stack.enter_context(_random_states_kept(model))
         stack.enter_context(_gradients_kept(model))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code may not call hooks
         _step(model, batch)
@@ -103,19 +105,23 @@ def _call(
         offset=weight is not None and contract.offset != 0.0,
         weight_grad=weight_grad,
     )
-    copied = sum(not has_rows(t) for t in (x, dy) if t is not None)
+    copied = sum(is_copied(t) for t in (x, dy) if t is not None)
     return RecordedCall(problem, 1, tuple(x.shape), x.stride(), None if dy is None else dy.stride(), copied)
 
 
-def has_rows(tensor: Tensor) -> bool:
-    """Whether the op reads a tensor where it lies: adjacent columns, and rows at one distance."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        return False
+@contextlib.contextmanager
+def _random_states_kept(model: nn.Module) -> Iterator[None]:
+    """torch's, Python's, and NumPy's where that is loaded."""
+    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    numpy: Any = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
     try:
-        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(-1, tensor.shape[-1])
-    except RuntimeError:
-        return tensor.dim() == 2
-    return True
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

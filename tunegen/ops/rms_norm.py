@@ -143,6 +143,12 @@ def as_rows(tensor: Tensor) -> Tensor:
         return tensor.contiguous().view(-1, hidden)
 
 
+def is_copied(tensor: Tensor) -> bool:
+    """Whether `as_rows` copies a tensor like this one; asked of one without memory."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return bool(as_rows(like).untyped_storage()._cdata != like.untyped_storage()._cdata)
+
+
 def _forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
 ) -> tuple[Tensor, Tensor | None]:
