@@ -5,18 +5,23 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from fake_gpu import H200
 from helpers import assert_right, draw, exact, interpret_kernels, run, weight_of
 from test_cli import SWEEP, process
 
-from tunegen import dispatch
+from tunegen import dispatch, launch
 from tunegen import render as rendering
 from tunegen.compile import compile_candidate, load
-from tunegen.errors import BuildError
+from tunegen.errors import BuildError, CompileError
+from tunegen.launch import Variant
 from tunegen.model import Config, Problem
 from tunegen.ops import op_spec
 from tunegen.store import Store
@@ -118,6 +123,49 @@ def test_op_runs_in_torch_and_says_why(build, monkeypatch, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert {s.split()[0] for s in said} == {"forward", "backward"}
     assert all("No space left on device; free space there or set TUNEGEN_BUILD" in s for s in said)
+
+
+# Templates that raise
+
+
+BROKEN = {
+    "raise RuntimeError('no such intrinsic')": "RuntimeError: no such intrinsic",
+    "import a_module_that_nobody_has": "ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
+    "from types import SimpleNamespace as S\n\ndef plan(p): return S(scratch={}, launches=[S(kernel=len, grid=(1,), "
+    "num_warps=None, values={})])": "len: AttributeError: ",
+    "from types import SimpleNamespace as S\nkernel = S(__name__='kernel', arg_names=['x_ptr', 'COLOUR'], params=[])\n"
+    "def plan(p): return S(scratch={}, launches=[S(kernel=kernel, grid=(1,), num_warps=None, values={})])": (
+        "kernel: nothing gives its parameter 'COLOUR'"
+    ),
+}
+
+
+def broken(text, number):
+    return replace(SOURCE, template=f"broken_{number}", text=text)
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_template_that_raises_does_not_compile(build, number, monkeypatch):
+    text, words = list(BROKEN.items())[number]
+    monkeypatch.setattr(launch, "launches_directly", lambda: False)
+    with pytest.raises(CompileError, match=rf"^broken_{number}\.py\.jinja: {re.escape(words)}"):
+        Variant(broken(text, number), CONFIG, {"N": 256}, "fp32", torch.device("cpu"), 1)(4, {"x_ptr": torch.ones(4)})
+    assert not [name for name in sys.modules if name.startswith("tunegen_kernels.broken_0")]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_op_runs_in_torch_where_a_template_raises(build, monkeypatch, caplog, number):
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(rendering, "rendering", lambda *_, **__: broken(list(BROKEN)[number], number))
+    x, w, dy = draw(3, 64), weight_of(64), draw(3, 64, seed=2)
+    with caplog.at_level(logging.WARNING, "tunegen"):
+        got = run(x, w, dy)
+    dispatch.forget()
+    assert_right(got, exact(x, w, dy), x, w)
+    said = [record.getMessage() for record in caplog.records]
+    assert {s.split()[0] for s in said} == {"forward", "backward"}
+    assert all(f"broken_{number}.py.jinja" in s for s in said)
 
 
 # Triton's compile cache

@@ -35,15 +35,26 @@ def _import(path: Path) -> ModuleType:
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
-    specification.loader.exec_module(module)
+    try:
+        specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
 def load(source: KernelSource) -> ModuleType:
-    """Import the rendered file of `source`; imports triton. The module has `plan(p)` and its kernels."""
+    """Import the rendered file of `source`; imports triton. The module has `plan(p)` and its kernels. Raises BuildError
+    where the file cannot be written or read, CompileError, whatever the template raises."""
     from .render import write
 
-    return _import(write(source))
+    path = write(source)
+    try:
+        return _import(path)
+    except OSError as error:
+        raise BuildError(f"cannot read the rendered kernel {path}: {error}") from error
+    except Exception as error:
+        raise CompileError(f"{source.template}.py.jinja: {first_line(error)}") from error
 
 
 def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: int) -> Plan:

@@ -18,11 +18,13 @@ from .compile import (
     ArgumentClass,
     compile_launch,
     constexprs,
+    first_line,
     integer_class,
     load,
     load_binary,
     make_plan,
 )
+from .errors import CompileError
 from .model import Config, KernelSource, Launch, Plan, Scratch
 from .reference import DTYPE_NAMES, DTYPES
 
@@ -114,7 +116,10 @@ class Variant:
 
     def _launch_officially(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
         values = {**bound, **launch.values, **{n: v for n, v in self.constants.items() if n not in launch.values}}
-        named = {name: values[name] for name in launch.kernel.arg_names}
+        try:
+            named = {name: values[name] for name in launch.kernel.arg_names}
+        except (AttributeError, KeyError) as error:
+            raise self._unbound(launch, error) from error
         options = {"num_warps": launch.num_warps or self.config.num_warps, "num_ctas": self.config.num_ctas}
         launch.kernel[launch.grid](**named, **FIXED_OPTIONS, **options)
 
@@ -124,8 +129,11 @@ class Variant:
 
         kernel = launch.kernel
         values = {**self.constants, **bound, **launch.values}
-        fixed = _fixed_names(kernel)
-        classes = tuple(self._classify(n, values[n], n in fixed) for n in kernel.arg_names)
+        try:
+            fixed = _fixed_names(kernel)
+            classes = tuple(self._classify(n, values[n], n in fixed) for n in kernel.arg_names)
+        except (AttributeError, KeyError) as error:
+            raise self._unbound(launch, error) from error
         key = (kernel.__name__, launch.num_warps, classes)
         compiled = self.compiled.get(key)
         if compiled is None:
@@ -139,6 +147,12 @@ class Variant:
         metadata = compiled.launch_metadata(grid, stream, *ordered)
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *ordered)
+
+    def _unbound(self, launch: Launch, error: Exception) -> CompileError:
+        """For a template whose launch is of no kernel, or of one with a parameter that nobody gives."""
+        kernel = getattr(launch.kernel, "__name__", launch.kernel)
+        why = f"nothing gives its parameter {error}" if isinstance(error, KeyError) else first_line(error)
+        return CompileError(f"{self.source.template}.py.jinja: {kernel}: {why}")
 
     def _classify(self, name: str, value: Argument, fixed: bool) -> ArgumentClass:
         if isinstance(value, Tensor):
