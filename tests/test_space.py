@@ -200,6 +200,18 @@ MISTAKES = [
         "forward.tile.constraints",
         "be a list",
     ),
+    ("num_warps: [1, 8]", "num_ctas: [3]", 9, "forward.tile.parameters.num_ctas[0]", "one of 1, 2, 4, 8 (a power"),
+    ("num_warps: [1, 8]", "num_ctas: many", 9, "forward.tile.parameters.num_ctas", "one of 1, 2, 4, 8 (a power"),
+    ("num_warps: [1, 8]", 'num_ctas: "=3"', 9, "forward.tile.parameters.num_ctas", "one of 1, 2, 4, 8 (a power"),
+    ("num_warps: [1, 8]", 'num_warps: "=3"', 9, "forward.tile.parameters.num_warps", "one of 1, 2, 4, 8, 16, 32 (a"),
+    ("num_warps: [1, 8]", "num_warps: \"='4'\"", 9, "forward.tile.parameters.num_warps", "not '4'"),
+    (
+        'num_warps: "=8 if BLOCK_SIZE > 1024 else 1"',
+        'num_warps: "=5"',
+        28,
+        "defaults.forward.sm90[0].num_warps",
+        "not 5",
+    ),
     ("baseline: true", "baseline: 1", 14, "forward.split.baseline", "must be true or false, not '1'"),
     ("baseline: true", "baseline: yes", 14, "forward.split.baseline", "must be true or false, not 'yes'"),
     ("  split:", "  tile:", 12, "forward.tile", "stands twice, first in line 2"),
@@ -605,3 +617,9 @@ def test_a_space_too_large_to_go_through_is_refused_at_once(tmp_path):
 def test_deep_nesting_is_one_clear_error(tmp_path):
     with pytest.raises(SearchSpaceError, match="no YAML"):
         load_space("rms_norm", write(tmp_path, "forward: " + "[" * 3000 + "]" * 3000))
+
+
+def test_clusters_are_for_gpus_that_have_them(tmp_path: Path) -> None:
+    space = load_space("rms_norm", write(tmp_path, GOOD.replace("DEPTH: 3", "DEPTH: 3\n      num_ctas: [1, 2]")))
+    for silicon, allowed in ((H200, {1, 2}), (A100, {1})):
+        assert {c.num_ctas for c in space.candidates(forward(3072, 1), silicon, "split")} == allowed

@@ -17,6 +17,12 @@ WORD, UPPER = r"[a-z][a-z0-9_]*", r"[A-Z][A-Z0-9_]*"
 PARAMETER = f"{UPPER}|num_warps|num_ctas"
 WARPS = (1, 2, 4, 8, 16, 32)
 """What Triton can launch: a power of two, and at most the 1024 threads of a block."""
+CTAS = (1, 2, 4, 8)
+"""Blocks of a cluster that work on one program; GPUs before sm_90 have no clusters."""
+LAUNCH_OPTIONS = {
+    "num_warps": (WARPS, "a power of two; a block has at most 32 warps"),
+    "num_ctas": (CTAS, "a power of two; a cluster has at most 8 blocks"),
+}
 
 
 def read(path: Path) -> Entry:
@@ -82,11 +88,22 @@ class Entry(NamedTuple):
             raise self.error(f"unknown name {unknown[0]} in '{expression.text}'; known: {listed(sorted(known))}")
         return Rule(expression, f"{self.file}:{self.line}: {self.key}")
 
+    @property
+    def option(self) -> str:
+        """The parameter that stands here, or in whose list this is."""
+        return self.key.rpartition(".")[2].partition("[")[0]
+
+    @property
+    def launchable(self) -> str:
+        """What a launch option may be, for messages."""
+        allowed, why = LAUNCH_OPTIONS[self.option]
+        return f"one of {listed(allowed)} ({why})"
+
     def value(self) -> Value:
         """A choice of a parameter."""
-        if self.key.rpartition(".")[2].partition("[")[0] == "num_warps":
-            meant = f"one of {listed(WARPS)} (a power of two; a block has at most 32 warps)"
-            return int(self.scalar("int", "|".join(map(str, WARPS)), meant))
+        if self.option in LAUNCH_OPTIONS:
+            allowed, _ = LAUNCH_OPTIONS[self.option]
+            return int(self.scalar("int", "|".join(map(str, allowed)), self.launchable))
         if str(getattr(self.node, "tag", "")).endswith(":int"):
             return int(self.scalar("int", r"0|[1-9]\d{0,8}", "a plain number below 1000000000"))
         return self.scalar("str", WORD, "a whole number, a word in lower case or '=expression'")
@@ -94,7 +111,7 @@ class Entry(NamedTuple):
     def domain(self, known: Iterable[str]) -> Domain:
         """The choices of a parameter: a list, one value, or how it is computed."""
         if isinstance(self.node, yaml.ScalarNode):
-            return self.rule(known) if self.node.value.startswith("=") else (self.value(),)
+            return self._computed(known) if self.node.value.startswith("=") else (self.value(),)
         values: list[Value] = []
         for item in self.items():
             value = item.value()
@@ -102,3 +119,12 @@ class Entry(NamedTuple):
                 raise item.error(f"{value!r} stands twice, or beside values of another kind")
             values.append(value)
         return tuple(values)
+
+    def _computed(self, known: Iterable[str]) -> Rule:
+        """The rule of a parameter; a launch option computed from nothing is checked as one that is given."""
+        rule = self.rule(known)
+        if self.option in LAUNCH_OPTIONS and not rule.expression.names:
+            allowed, _ = LAUNCH_OPTIONS[self.option]
+            if (value := rule.value({})) not in allowed:
+                raise self.error(f"must be {self.launchable}, not {show(value)}")
+        return rule

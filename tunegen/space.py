@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import paths
-from .entries import PARAMETER, WARPS, WORD, Entry, read
+from .entries import CTAS, PARAMETER, WARPS, WORD, Entry, read
 from .errors import SearchSpaceError
 from .expressions import Domain, Expression, Rule, arranged, combinations, listed, show
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
@@ -47,6 +47,8 @@ NAMES = frozenset(names_of(Problem("", "", 1, 1), Silicon("", 0, 1, 0, 0, 0, 0))
 ALWAYS = Rule(Expression("True"), "")
 LAUNCHABLE = Rule(Expression(f"num_warps in {list(WARPS)}"), "")
 """What every family needs that computes its warps; listed ones are checked where they stand."""
+CLUSTERS = Rule(Expression(f"num_ctas == 1 or num_ctas in {list(CTAS)} and CAPABILITY >= 90"), "")
+"""What every family with clusters needs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +196,7 @@ def _family(direction: str, name: str, entry: Entry) -> Family:
     domains = arranged({key: item.domain(known) for key, item in found.items()})
     constraints = [item.rule(known) for item in parts["constraints"].items()] if "constraints" in parts else []
     computed = [LAUNCHABLE] if isinstance(domains.get("num_warps"), Rule) else []
+    computed += [CLUSTERS] if "num_ctas" in domains else []
     return Family(
         name=name,
         direction=direction,
