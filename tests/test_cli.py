@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,8 +18,10 @@ import click
 import pytest
 from click.testing import CliRunner
 from fake_gpu import H200, VERSIONS, make_resources, measurement
+from rich.console import Console
 
 from tunegen import cli, paths
+from tunegen.commands import show_rows
 from tunegen.compile import load
 from tunegen.dispatch import triton_minor
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
@@ -106,6 +109,10 @@ BAD_INPUT = {
     "render forward two_pass RSTD=saved --hidden 64": ["'RSTD'", "CHUNK", "num_warps"],
     "render forward two_pass CHUNK=5 --hidden 64": ["CHUNK of two_pass is 5", "1024, 2048"],
     "render forward two_pass CHUNK=\u00b2 --hidden 64": ["CHUNK of two_pass is '\u00b2'"],
+    "render forward two_pass CHUNK=1024 num_warps=big --hidden 64": ["num_warps of two_pass is 'big'"],
+    "render forward single_block BLOCK_SIZE=big --hidden 64": [
+        "BLOCK_SIZE of single_block is 'big', but is computed, here 64: next_power_of_2(N)"
+    ],
     "render backward dx_only RSTD=1 --hidden 64": ["RSTD of dx_only is 1", "saved, recomputed"],
     "tune": ["No such command 'tune'"],
 }
@@ -416,6 +423,20 @@ def test_show_trials_with_reasons_as_they_are(db):
 def test_show_trials_filters(db, arguments, families):
     found = json.loads(output("show", "trials", *arguments, "--json", "--db", db))
     assert [trial["family"] for trial in found] == families
+
+
+@pytest.mark.parametrize("what", ["winners", "trials"])
+def test_show_fits_a_terminal(db, what):
+    """What is long stands below the rest, whose words stay whole."""
+    console = Console(file=io.StringIO(), width=80)
+    show_rows(what, db, console, {})
+    shown = console.file.getvalue().splitlines()
+    assert max(map(len, shown)) <= 80
+    numbers = next(i for i, line in enumerate(shown) if "50.000" in line)
+    assert shown[numbers].split()[:5] == ["backward", "16384", "4096", "bf16", "measured"]
+    below = " ".join(" ".join(shown[numbers + 1 : numbers + 4]).split())
+    assert below.startswith(winner().label())
+    assert H200.name in below
 
 
 def test_show_says_when_nothing_matches(db):

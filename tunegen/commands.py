@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from . import paths, report, silicon, step_report
 from .dispatch import digest_today, rejected, rungs, stored_choices
@@ -141,15 +139,7 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     if not rows:
         console.print(f"no {what} match in {db}", soft_wrap=True)
         return
-    cells = [_cells(row) for row in rows]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in cells[0]:
-        if any(cell[name] for cell in cells):
-            # Numbers and names stay whole; what is long folds.
-            table.add_column(name, overflow="fold", no_wrap=name not in ("config", "reason", "silicon"))
-    for cell in cells:
-        table.add_row(*(cell[str(column.header)] for column in table.columns))
-    console.print(table)
+    console.print(report.stored_table([_cells(row) for row in rows], console.width))
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -209,7 +199,7 @@ def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, 
     if family is None:
         known = (f.name for f in space.members.values() if f.direction == problem.direction)
         raise TunegenError(f"no {problem.direction} family {name!r}; there is {listed(known)}")
-    _check_given(family, parameters)
+    _check_given(family, parameters, names_of(problem, target))
     choices = {key: domain for key, domain in family.parameters.items() if not isinstance(domain, Rule)}
     words = {key: domain[0] for key, domain in choices.items() if isinstance(domain[0], str)}
     chosen = {**words, **parameters}
@@ -238,13 +228,19 @@ def _obstacle(
     return None
 
 
-def _check_given(family: Family, parameters: dict[str, Value]) -> None:
-    """Refuse a parameter that the family does not have, or a value that it may not have."""
+def _check_given(family: Family, parameters: dict[str, Value], names: Mapping[str, Value]) -> None:
+    """Refuse a parameter that the family does not have, a value that it may not have, or a word where one is
+    computed that is a number."""
     for name, value in parameters.items():
         if name not in family.parameters:
             raise TunegenError(f"{family.name} has no parameter {name!r}; it has {listed(family.parameters)}")
         domain = family.parameters[name]
-        if not isinstance(domain, Rule) and value not in domain:
+        if isinstance(domain, Rule):
+            computed = next(combinations(family.parameters, names))[name] if isinstance(value, str) else value
+            if type(computed) is not type(value):
+                rule = domain.expression.text
+                raise TunegenError(f"{name} of {family.name} is {value!r}, but is computed, here {computed}: {rule}")
+        elif value not in domain:
             raise TunegenError(f"{name} of {family.name} is {value!r}, but may be {listed(domain)}")
 
 

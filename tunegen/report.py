@@ -24,6 +24,9 @@ much."""
 COLUMNS = ("direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default")
 """Of the table, without the winner."""
 
+BELOW = ("config", "contract", "stage", "reason", "of half a sweep", "stale", "silicon")
+"""Columns of the database that go below the others where there is no room beside them."""
+
 LONG_WORD = len("PROGRAMS_PER_SM=1")
 """What the end of a folded line may leave empty."""
 
@@ -116,12 +119,33 @@ def estimated_table(found: Sequence[Trial], width: int, per_problem: int = 3) ->
     return _fitted(columns, cells, "candidate", labels, 1, width)
 
 
+def stored_table(rows: Sequence[Mapping[str, str]], width: int) -> RenderableType:
+    """Rows of the database, without the columns that are empty in all of them. Where they are wider than the terminal,
+    what is long stands below the rest."""
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
+    if sum(max(len(name), *(len(row[name]) for row in rows)) + 3 for name in shown) <= width:
+        result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in shown:
+            result.add_column(name, no_wrap=True)
+        for row in rows:
+            result.add_row(*(row[name] for name in shown))
+        return result
+    short = [name for name in shown if name not in BELOW]
+    cells = [[row[name] for name in short] for row in rows]
+    labels = [", ".join(name if row[name] == "yes" else row[name] for name in BELOW if row.get(name)) for row in rows]
+    return _stacked(short, cells, labels, _widths(short, cells), width)
+
+
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+
+
 def _fitted(
     columns: Sequence[str], cells: Sequence[Sequence[str]], name: str, labels: Sequence[str], place: int, width: int
 ) -> RenderableType:
     """A table of cells, with labels as one more column called `name`. Where they would take more than two lines of it,
     each stands below its cells instead."""
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    widths = _widths(columns, cells)
     longest = max(map(len, labels), default=0)
     room = width - sum(widths) - 3 * (len(columns) + 1) - 1  # the space around each column, and at the right end
     if room < longest and 2 * room < longest + LONG_WORD:
