@@ -2,7 +2,7 @@
 
 A name ("qwen3") patches the classes of that architecture in Hugging Face transformers, for models built before or
 after. A model is patched norm by norm, whatever wrote them. Only `forward` is replaced: parameters, state dicts, hooks
-and classes stay.
+and the class of each module stay.
 """
 
 from __future__ import annotations
