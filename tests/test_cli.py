@@ -337,9 +337,9 @@ def test_database_of_a_sweep_is_that_of_the_environment(tmp_path, monkeypatch):
 def test_plain_text_in_ci_even_where_colour_is_forced(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("CI", raising=False)
-    assert cli._console().is_terminal
+    assert cli.console_for().is_terminal
     monkeypatch.setenv("CI", "true")
-    assert not cli._console().is_terminal
+    assert not cli.console_for().is_terminal
 
 
 # Show, render, families

@@ -72,7 +72,7 @@ def test_each_rung_says_why_it_answers(answers, tmp_path):
     path = tmp_path / "tune.db"
     answers(timed(FIRST, 10.0), timed(Config("torch"), 20.0, digest="-"))
     measured = f"measured at {PROBLEM.rows} rows on {H200.name} ({path}, trial"
-    assert list(dispatch.rungs(path, PROBLEM, H200)) == [
+    assert [rung[:2] for rung in dispatch.rungs(path, PROBLEM, H200)] == [
         (FIRST, f"{measured} 1)"),
         (None, f"{measured} 2)"),
         (DEFAULT, f"built-in default on {H200.name}"),
@@ -80,9 +80,9 @@ def test_each_rung_says_why_it_answers(answers, tmp_path):
     ]
     answers(wrong(DEFAULT))
     told = f"the gate found the built-in default wrong: {DEFAULT.label()} ({path})"
-    assert list(dispatch.rungs(path, PROBLEM, H200))[2:] == [(None, told)]
+    assert [rung[:2] for rung in dispatch.rungs(path, PROBLEM, H200)][2:] == [(None, told)]
     wide = replace(PROBLEM, hidden=10**6)
-    assert list(dispatch.rungs(path, wide, H200)) == [(None, "no built-in default fits")]
+    assert [rung[:2] for rung in dispatch.rungs(path, wide, H200)] == [(None, "no built-in default fits")]
 
 
 def test_what_was_rejected_before_its_template_changed_may_answer(answers):

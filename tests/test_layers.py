@@ -17,7 +17,7 @@ LAYERS = {
     "records": "errors paths model",
     "inputs": "recorded silicon expressions entries space reference ops.rms_norm_spec ops",
     "making": "render migrations store sampler",
-    "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module",
+    "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
     "judging": "verify bench estimate",
     "tuning": "evaluate pool worker serving sweep",
     "telling": "report step_report progress",
@@ -30,7 +30,7 @@ LAYERS = {
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
         "gates.plot gates.run gates.record gates.command"
     ),
-    "edge": "commands cli",
+    "edge": "commands cli_options cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
@@ -40,8 +40,8 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module verify bench evaluate serving "
-    "integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
+    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation verify bench evaluate "
+    "serving integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
     "integrations.forwards integrations.patching integrations.recording gates.checks gates.double gates.bf16 "
     "gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
@@ -52,8 +52,8 @@ HEAVY = {
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
     "sqlite3": "lookup store",
-    "click": "cli commands gates.command",
-    "rich": "cli commands progress report gates.command",
+    "click": "cli cli_options commands gates.command",
+    "rich": "cli_options commands progress report gates.command",
     "triton": "",
     "transformers": "",
     "matplotlib": "",

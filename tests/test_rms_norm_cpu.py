@@ -205,16 +205,16 @@ def test_tunegen_disable_turns_kernels_off(monkeypatch, value, runs):
         monkeypatch.setenv("TUNEGEN_DISABLE", value)
     monkeypatch.setattr(OP_MODULE, "PLAIN_TENSORS", (SimpleNamespace,))
     on_a_gpu = SimpleNamespace(is_cuda=True, numel=lambda: 16)
-    assert OP_MODULE._has_kernels(on_a_gpu, None) == runs
-    assert not OP_MODULE._has_kernels(on_a_gpu, torch.ones(16)), (
+    assert OP_MODULE.has_kernels(on_a_gpu, None) == runs
+    assert not OP_MODULE.has_kernels(on_a_gpu, torch.ones(16)), (
         "a weight that is no plain tensor, as far as this test goes"
     )
     with forward_ad.dual_level():
-        assert not OP_MODULE._has_kernels(on_a_gpu, None), "a kernel would lose the tangent"
+        assert not OP_MODULE.has_kernels(on_a_gpu, None), "a kernel would lose the tangent"
 
 
 def test_no_kernel_for_no_rows():
-    assert not OP_MODULE._has_kernels(SimpleNamespace(is_cuda=True, numel=lambda: 0), None)
+    assert not OP_MODULE.has_kernels(SimpleNamespace(is_cuda=True, numel=lambda: 0), None)
 
 
 @pytest.mark.gpu

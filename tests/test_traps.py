@@ -100,7 +100,7 @@ def test_trap_atomics_jitter():
 def chosen_family(x, w):
     from tunegen import dispatch
 
-    return dispatch.choose(OP_MODULE._key("backward", x, w, 0.0, "fp32", True)).config.family
+    return dispatch.choose(OP_MODULE.key_of("backward", x, w, 0.0, "fp32", True)).config.family
 
 
 def test_trap_wrong_count_of_gradients(place):

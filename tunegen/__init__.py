@@ -7,17 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .explanation import explain
     from .integrations.patching import patch, unpatch
     from .integrations.recording import record
     from .ops.rms_norm import rms_norm
     from .ops.rms_norm_module import RMSNorm
 
-__all__ = ["RMSNorm", "patch", "record", "rms_norm", "unpatch"]
+__all__ = ["RMSNorm", "explain", "patch", "record", "rms_norm", "unpatch"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "rms_norm": ".ops.rms_norm",
     "RMSNorm": ".ops.rms_norm_module",
+    "explain": ".explanation",
     "patch": ".integrations.patching",
     "unpatch": ".integrations.patching",
     "record": ".integrations.recording",

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
-from rich.console import Console
 
-from . import __version__, paths
+from . import __version__
+from .cli_options import (
+    console_for,
+    db_option,
+    dtypes,
+    frozen_option,
+    json_option,
+    numbers,
+    offset_option,
+    parameter_of,
+    path_of,
+    problem_of,
+    recorded,
+    size,
+    weight_option,
+)
 from .errors import TunegenError
 from .expressions import Rule
-from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, Problem, TrialState, Value
-from .recorded import load_recording
+from .model import CASTINGS, DIRECTIONS, TrialState
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
-LARGEST = 2**31 - 1
-PLAIN_WIDTH = 1000
-"""Columns where no terminal is: a row of a table stays one line, for grep."""
 
 
 class _Group(click.Group):
@@ -42,47 +50,13 @@ def main() -> None:
     """Tune RMSNorm kernels for this GPU and look at what was found."""
 
 
-def _path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    try:
-        return None if value is None else Path(value).expanduser()
-    except RuntimeError as error:  # ~somebody
-        raise click.BadParameter(f"{value}: {error}") from error
-
-
-def _database(ctx: click.Context, param: click.Parameter, value: str | None) -> Path:
-    return _path(ctx, param, value or None) or paths.database()
-
-
-def _numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
-    """Positive integers, separated by commas, the option given once or several times."""
-    found = []
-    for text in (part.strip() for group in value for part in group.split(",")):
-        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
-            raise click.BadParameter(f"{text!r} is no integer; give one or several, such as 4096 or 4096,5120")
-        if not 1 <= int(text) <= LARGEST:
-            raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
-        found.append(int(text))
-    return found
-
-
-size = click.IntRange(1, LARGEST)
-dtypes = click.Choice(list(DTYPE_BYTES))
-weight_option = click.option(
-    "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
-)
-offset_option = click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
-frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
-db_option = click.option("--db", callback=_database, help="Database file. [default: $TUNEGEN_DB, else cache/tune.db]")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-
-
 @main.command()
 @click.option(
-    "--hidden", callback=_numbers, multiple=True, help="Widths N; several with commas or repeated. Or use --from."
+    "--hidden", callback=numbers, multiple=True, help="Widths N; several with commas or repeated. Or use --from."
 )
-@click.option("--from", "recording", callback=_path, help="Tune the problems of a file by tunegen.record.")
+@click.option("--from", "recording", callback=path_of, help="Tune the problems of a file by tunegen.record.")
 @click.option(
-    "--rows", callback=_numbers, multiple=True, help=f"Row counts M. [default: {','.join(map(str, DEFAULT_ROWS))}]"
+    "--rows", callback=numbers, multiple=True, help=f"Row counts M. [default: {','.join(map(str, DEFAULT_ROWS))}]"
 )
 @click.option("--dtype", type=dtypes, multiple=True, default=["bf16"], show_default=True, help="Of x; may be repeated.")
 @weight_option
@@ -123,8 +97,8 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
     from .commands import run_sweep
 
     if options["recording"] is not None:
-        counts = _recorded(ctx, options["recording"])
-        run_sweep(list(counts), _console(options["as_json"]), options, counts)
+        counts = recorded(ctx, options["recording"])
+        run_sweep(list(counts), console_for(options["as_json"]), options, counts)
         return
     if not options["hidden"]:
         raise click.UsageError(
@@ -136,48 +110,8 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
         )
     keys = ("direction", "dtype", "casting", "hidden", "rows")
     combined = product(*(options[key] or DEFAULT_ROWS for key in keys))
-    problems = [_problem(options | dict(zip(keys, values, strict=True))) for values in combined]
-    run_sweep(list(dict.fromkeys(problems)), _console(options["as_json"]), options)
-
-
-DESCRIBES_PROBLEMS = ("hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "frozen_weight")
-
-
-def _recorded(ctx: click.Context, path: Path) -> dict[Problem, int]:
-    """The problems of a recording with their counts, if no option describes problems too."""
-    for name in DESCRIBES_PROBLEMS:
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--from and --{name.replace('_', '-')} both say what to tune; give one of them up")
-    return load_recording(path).counts()
-
-
-def _problem(options: dict[str, Any]) -> Problem:
-    weight = None if options["weight_dtype"] == "none" else options["weight_dtype"] or options["dtype"]
-    return Problem(
-        op="rms_norm",
-        direction=options["direction"],
-        hidden=options["hidden"],
-        rows=options["rows"],
-        x_dtype=options["dtype"],
-        weight_dtype=weight,
-        casting=options["casting"],
-        offset=options["offset"] and weight is not None,
-        weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
-    )
-
-
-def _console(to_stderr: bool = False) -> Console:
-    """For text; it goes to standard error where standard output is for JSON."""
-    console = Console(
-        stderr=to_stderr,
-        force_terminal=False if paths.continuous_integration() else None,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
+    problems = [problem_of(options | dict(zip(keys, values, strict=True))) for values in combined]
+    run_sweep(list(dict.fromkeys(problems)), console_for(options["as_json"]), options)
 
 
 @main.command()
@@ -199,7 +133,7 @@ def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
     from .commands import show_rows
 
     filters["x_dtype"] = filters.pop("dtype")
-    show_rows(what, db, None if as_json else _console(), {k: v for k, v in filters.items() if v is not None})
+    show_rows(what, db, None if as_json else console_for(), {k: v for k, v in filters.items() if v is not None})
 
 
 @main.command()
@@ -226,18 +160,36 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
     """
     from .commands import render_kernel
 
-    given = (family, dict(_parameter(text) for text in parameters)) if family else None
+    given = (family, dict(parameter_of(text) for text in parameters)) if family else None
     origin, text = render_kernel(
-        _problem(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
+        problem_of(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
     )
     click.echo(f"# {' '.join(origin.split())}\n{text}", nl=False)
 
 
-def _parameter(text: str) -> tuple[str, Value]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise click.BadParameter(f"{text!r} is no NAME=VALUE, such as num_warps=8 or RSTD=saved")
-    return name, int(value) if re.fullmatch(r"-?[0-9]{1,20}", value) else value
+@main.command()
+@click.option("--hidden", type=size, required=True, help="Width N.")
+@click.option("--rows", type=size, required=True, help="Row count M.")
+@click.option(
+    "--direction", type=click.Choice(DIRECTIONS), multiple=True, default=DIRECTIONS, show_default=True, help="Or one."
+)
+@click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x.")
+@weight_option
+@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds.")
+@offset_option
+@frozen_option
+@click.option("--arch", help="On this target. [default: this GPU, else sm_90]")
+@db_option
+@json_option
+def explain(direction: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Which kernel answers a call, from which trial, how far away that was measured, and what would be next.
+
+    Example: tunegen explain --hidden 5120 --rows 300
+    """
+    from .commands import explain_problems
+
+    problems = [problem_of({**options, "direction": one}) for one in direction]
+    explain_problems(problems, options["db"], options["arch"], as_json)
 
 
 @main.command()
@@ -275,7 +227,7 @@ def families(as_json: bool) -> None:
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of inputs and weights.")
 @click.option("--device", help="Such as cuda:1 or cpu. [default: the GPU where there is one]")
-@click.option("--out", callback=_path, help="Folder for curves.png and gate.json. [default: none]")
+@click.option("--out", callback=path_of, help="Folder for curves.png and gate.json. [default: none]")
 @json_option
 @click.pass_context
 def gate(ctx: click.Context, /, **options: Any) -> None:
@@ -290,7 +242,7 @@ def gate(ctx: click.Context, /, **options: Any) -> None:
     try:
         from .gates.command import run_gate
 
-        passed = run_gate(_console(options["as_json"]), __version__, **options)
+        passed = run_gate(console_for(options["as_json"]), __version__, **options)
     except KeyboardInterrupt:  # click would end with 1, the verdict of a norm that fails
         click.echo("tunegen: interrupted", err=True)
         ctx.exit(130)

@@ -18,6 +18,7 @@ from . import paths, report, silicon, step_report
 from .dispatch import digest_today, rejected, rungs, stored_choices
 from .errors import StoreError, TunegenError
 from .evaluate import COMPILED
+from .explanation import explain_problem
 from .expressions import Domain, Rule, combinations, listed
 from .lookup import database_exists
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState, Value
@@ -249,7 +250,17 @@ def _launched(problem: Problem, db: Path, target: Silicon) -> tuple[Config, str]
     if database_exists(db):
         Store.read(db).close()  # says what is wrong with it, and leaves it where it is
     bucket = replace(problem, rows=problem.rows_bucket)  # as a call looks it up
-    config, why = next(rungs(db, bucket, target))
+    config, why, _ = next(rungs(db, bucket, target))
     if config is None:
         raise TunegenError(f"{problem.label()} is answered by torch's own op ({why}); name a family to see its kernel")
     return config, why
+
+
+def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, as_json: bool) -> None:
+    """Print what answers each problem, as text or JSON."""
+    target = _target(arch) or silicon.query(0)
+    if database_exists(db):
+        Store.read(db).close()  # says what is wrong with it, and leaves it where it is
+    found = [explain_problem(db, problem, target) for problem in problems]
+    text = json.dumps([one.as_json() for one in found], indent=2) if as_json else "\n".join(map(str, found))
+    click.echo(text)

@@ -57,6 +57,15 @@ class Key(NamedTuple):
         )
 
 
+class Rung(NamedTuple):
+    """One step of the ladder: the config that could answer, None for torch's own op; why; and the stored trial where it
+    comes from one."""
+
+    config: Config | None
+    why: str
+    stored: StoredChoice | None = None
+
+
 class Choice:
     """The config that answers one kind of call on one device; without a config torch's own op does."""
 
@@ -143,28 +152,28 @@ def triton_minor() -> str:
 
 def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
     """Every choice that could answer, best first."""
-    for config, rung in rungs(paths.database(), problem, silicon_of(device.index)):
-        yield Choice(problem, config, rung, device)
+    for config, why, _ in rungs(paths.database(), problem, silicon_of(device.index)):
+        yield Choice(problem, config, why, device)
 
 
-def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[tuple[Config | None, str]]:
-    """Every config that could answer, best first, and why it does: measured nearest rows first, the default of this
-    capability, torch's own op (None)."""
+def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
+    """Every config that could answer, best first: measured nearest rows first, the default of this capability, torch's
+    own op."""
     from .space import load_space
 
     wrong = rejected(path, problem, silicon)
     for config, stored in stored_choices(path, problem, silicon, wrong):
         half = ", from an unfinished sweep" if stored.half else ""
         why = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
-        yield None if config.family == TORCH_FAMILY else config, why
+        yield Rung(None if config.family == TORCH_FAMILY else config, why, stored)
     default = load_space(problem.op).default(problem, silicon)
     if default is None:
-        yield None, "no built-in default fits"
+        yield Rung(None, "no built-in default fits")
     elif wrong(default):
-        yield None, f"the gate found the built-in default wrong: {default.label()} ({path})"
+        yield Rung(None, f"the gate found the built-in default wrong: {default.label()} ({path})")
     else:
-        yield default, f"built-in default on {silicon.name}"
-        yield None, "the built-in default does not run"
+        yield Rung(default, f"built-in default on {silicon.name}")
+        yield Rung(None, "the built-in default does not run")
 
 
 def stored_choices(

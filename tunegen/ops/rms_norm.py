@@ -46,13 +46,13 @@ def rms_norm(
     """
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
         return by_torch(x, weight, eps, offset, casting)
-    _check(x, weight, eps, offset, casting)
-    if not _has_kernels(x, weight):
+    check(x, weight, eps, offset, casting)
+    if not has_kernels(x, weight):
         return by_torch(x, weight, eps, offset, casting)
     x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
         return _forward(x, weight, eps, offset, casting, save_rstd=False)[0]
-    choice = dispatch.choose(_key("backward", x, weight, offset, casting, weight_grad))
+    choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad))
     if choice.config is None:
         return by_torch(x, weight, eps, offset, casting)
     y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd)
@@ -67,7 +67,8 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
     return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
-def _check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
+def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
+    """Raise what `rms_norm` documents for arguments that it does not take."""
     if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES:
         raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -99,7 +100,7 @@ def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _has_kernels(x: Tensor, weight: Tensor | None) -> bool:
+def has_kernels(x: Tensor, weight: Tensor | None) -> bool:
     """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
     functorch transforms and forward-mode differentiation."""
     return (
@@ -114,7 +115,23 @@ def _has_kernels(x: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _key(direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool) -> Key:
+def no_kernels_because(x: Tensor, weight: Tensor | None) -> str:
+    """Why `has_kernels` is false, in words; empty where it is true."""
+    kinds = [type(t).__name__ for t in (x, weight) if t is not None and type(t) not in PLAIN_TENSORS]
+    reasons = (
+        (not x.is_cuda, f"x is on {x.device}"),
+        (x.numel() == 0, "x has no elements"),
+        (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),
+        (torch.version.hip is not None, "this torch is built for ROCm"),
+        (paths.disabled(), "TUNEGEN_DISABLE is set"),
+        (torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func is active"),
+        (forward_ad._current_level >= 0, "forward-mode differentiation is active"),
+    )
+    return next((why for holds, why in reasons if holds), "")
+
+
+def key_of(direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool) -> Key:
+    """What the hot look-up is by, for these arguments."""
     hidden = x.shape[-1]
     return Key(
         op="rms_norm",
@@ -157,7 +174,7 @@ def _forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows.shape[0], dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x_ptr": rows, "w_ptr": weight, "y_ptr": y, "rstd_ptr": rstd}
-    if not _launch(_key("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
+    if not _launch(key_of("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
         y = by_torch(x, weight, eps, offset, casting)
         if save_rstd:
             wide = rows.to(reference.accumulate_dtype(x))
@@ -186,7 +203,7 @@ def _backward(
         "dx_ptr": dx,
         "dw_ptr": dw,
     }
-    if not _launch(_key("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
+    if not _launch(key_of("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, dw
 

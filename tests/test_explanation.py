@@ -1,0 +1,176 @@
+"""`explain` says what dispatch does: the same ladder, told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers import OP_MODULE
+from test_dispatch import BASELINE, DEFAULT, FIRST, H200, PROBLEM, SECOND, SPACE, timed
+
+import tunegen
+from tunegen import cli, dispatch, explanation
+from tunegen.explanation import explain_problem
+from tunegen.model import PROTOCOL, Config
+from tunegen.store import Store
+
+
+def valid(rows):
+    return SPACE.candidates(replace(PROBLEM, rows=rows), H200, "persistent_partials")
+
+
+EVERYWHERE = next(config for config in valid(256) if config in valid(1024) and config in valid(4096))
+
+
+@pytest.fixture
+def db(tmp_path, monkeypatch):
+    """Stores trials of PROBLEM, 1024 rows, and returns the path."""
+    path = tmp_path / "tune.db"
+    monkeypatch.setenv("TUNEGEN_DB", str(path))
+    for module in (dispatch, explanation):
+        monkeypatch.setattr(module, "silicon_of", lambda index: H200)
+
+    def store(*trials):
+        with Store.open(path) as file:
+            sweep = file.begin_sweep(H200, {}, {}, 0)
+            for trial in trials:
+                file.add(sweep, trial, PROTOCOL, dispatch.triton_minor(), "")
+            file.finish_sweep(sweep)
+        return path
+
+    return store
+
+
+def test_measured_answer_with_its_trial_and_the_runner_up(db):
+    path = db(timed(SECOND, 20.0), timed(FIRST, 10.0))
+    found = explain_problem(path, PROBLEM, H200)
+    assert (found.answer, found.trial, found.measured_rows, found.apart) == (FIRST.label(), 2, 1024, 1.0)
+    assert (found.measured_us, found.expected_us) == (10.0, 10.0)
+    assert (found.runner_up, found.runner_up_why) == (
+        SECOND.label(),
+        f"measured at 1024 rows on {H200.name} ({path}, trial 1)",
+    )
+    assert found.why == f"measured at 1024 rows on {H200.name} ({path}, trial 2)"
+
+
+def test_distance_and_cost_of_other_row_counts(db):
+    """Measured at 1024 rows, asked for 3000: looked up as 4096, four times away; three times the bytes."""
+    path = db(timed(EVERYWHERE, 10.0))
+    found = explain_problem(path, replace(PROBLEM, rows=3000), H200)
+    assert (found.bucket, found.apart, found.measured_rows) == (4096, 4.0, 1024)
+    assert found.expected_us == pytest.approx(10.0 * 3000 / 1024)
+    small = explain_problem(path, replace(PROBLEM, rows=200), H200)
+    assert small.expected_us == pytest.approx(10.0 * 10e6 / (3 * 1024 * 4096 * 2))  # no less than latency
+    text = str(found)
+    assert "4 x away from 4096" in text
+    assert f"expected: {10.0 * 3000 / 1024:.2f} us for 3000 rows" in text
+
+
+def test_too_far_away_is_the_default(db):
+    many = replace(PROBLEM, rows=100_000)
+    found = explain_problem(db(timed(EVERYWHERE, 10.0)), many, H200)
+    default = SPACE.default(replace(many, rows=many.rows_bucket), H200)
+    assert (found.answer, found.trial, found.expected_us) == (default.label(), None, None)
+    assert found.why == f"built-in default on {H200.name}"
+    assert found.runner_up == "torch"
+
+
+def test_missing_database_is_the_default(tmp_path):
+    assert explain_problem(tmp_path / "no.db", PROBLEM, H200).answer == DEFAULT.label()
+
+
+def test_baselines_do_not_answer(db):
+    assert explain_problem(db(timed(BASELINE, 1.0, kind="baseline")), PROBLEM, H200).answer == DEFAULT.label()
+
+
+def on_a_gpu(monkeypatch):
+    """Tensors of the CPU pass for those of cuda:0."""
+    monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, weight: True)
+    key_of = OP_MODULE.key_of
+    monkeypatch.setattr(OP_MODULE, "key_of", lambda *args: key_of(*args)._replace(device=0))
+
+
+def test_call_is_explained_in_the_directions_it_needs(db, monkeypatch):
+    db(timed(FIRST, 10.0))
+    on_a_gpu(monkeypatch)
+    x, w = torch.empty(1024, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    assert [one.problem.direction for one in tunegen.explain(x, w)] == ["forward"]
+    w.requires_grad_()
+    forward, backward = tunegen.explain(x, w)
+    assert backward.answer == FIRST.label()
+    assert backward.problem == PROBLEM
+    assert forward.why == f"built-in default on {H200.name}"
+    x.requires_grad_()
+    assert not tunegen.explain(x, w.detach())[1].problem.weight_grad
+
+
+def test_what_is_explained_is_what_dispatch_chooses(db, monkeypatch):
+    db(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    on_a_gpu(monkeypatch)
+    x = torch.empty(1000, 4096, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.empty(4096, dtype=torch.bfloat16, requires_grad=True)
+    dispatch.forget()
+    for one in tunegen.explain(x, w):
+        key = OP_MODULE.key_of(one.problem.direction, x, w, 0.0, "fp32", one.problem.weight_grad)
+        choice = dispatch.choose(key)
+        assert (choice.config.label(), choice.rung) == (one.answer, one.why)
+    dispatch.forget()
+
+
+def test_where_torch_answers_backward_it_answers_forward_too(db, monkeypatch):
+    db(timed(Config("torch"), 5.0, digest="-"))
+    on_a_gpu(monkeypatch)
+    x = torch.empty(1024, 4096, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.empty(4096, dtype=torch.bfloat16, requires_grad=True)
+    forward, backward = tunegen.explain(x, w)
+    assert (forward.answer, backward.answer) == ("torch", "torch")
+    assert forward.why == "torch's own op answers backward"
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(2, 8), "x is on cpu"),
+        (torch.ones(2, 8).to("meta"), "x is on meta"),
+    ],
+)
+def test_calls_without_kernels_say_why(x, words):
+    (found,) = tunegen.explain(x)
+    assert (found.answer, found.why) == ("torch operators", words)
+
+
+def test_reasons_agree_with_the_hot_check(monkeypatch):
+    """Each reason holds where `has_kernels` is false for it alone."""
+    x = SimpleNamespace(is_cuda=True, numel=lambda: 4, device="cuda:0")
+    monkeypatch.setattr(OP_MODULE, "PLAIN_TENSORS", (SimpleNamespace,))
+    assert (OP_MODULE.has_kernels(x, None), OP_MODULE.no_kernels_because(x, None)) == (True, "")
+    empty = SimpleNamespace(is_cuda=True, numel=lambda: 0, device="cuda:0")
+    for tensor, weight, words in ((empty, None, "no elements"), (x, torch.ones(4), "Tensor is no plain tensor")):
+        assert not OP_MODULE.has_kernels(tensor, weight)
+        assert words in OP_MODULE.no_kernels_because(tensor, weight)
+    monkeypatch.setenv("TUNEGEN_DISABLE", "1")
+    assert not OP_MODULE.has_kernels(x, None)
+    assert "TUNEGEN_DISABLE" in OP_MODULE.no_kernels_because(x, None)
+
+
+def test_bad_arguments_are_those_of_the_op():
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        tunegen.explain(torch.ones(2, 8, dtype=torch.int32))
+    with pytest.raises(ValueError, match="casting must be one of"):
+        tunegen.explain(torch.ones(2, 8), casting="hf")
+
+
+def test_command_prints_text_or_json(db):
+    path = db(timed(FIRST, 10.0))
+    arguments = ["explain", "--hidden", "4096", "--rows", "1024", "--db", str(path)]
+    text = CliRunner().invoke(cli.main, arguments).stdout
+    assert f"backward 1024x4096 bf16: {FIRST.label()}" in text
+    assert "forward 1024x4096 bf16: " in text
+    found = json.loads(CliRunner().invoke(cli.main, [*arguments, "--direction", "backward", "--json"]).stdout)
+    assert [(one["answer"], one["measured_us"], one["problem"]["rows"]) for one in found] == [
+        (FIRST.label(), 10.0, 1024)
+    ]

@@ -1,0 +1,105 @@
+"""Options that commands share, and what their values become."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+
+from . import paths
+from .model import DTYPE_BYTES, Problem, Value
+from .recorded import load_recording
+
+LARGEST = 2**31 - 1
+PLAIN_WIDTH = 1000
+"""Columns where no terminal is: a row of a table stays one line, for grep."""
+
+
+def path_of(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """The path that an option names; `~` is the home folder."""
+    try:
+        return None if value is None else Path(value).expanduser()
+    except RuntimeError as error:  # ~somebody
+        raise click.BadParameter(f"{value}: {error}") from error
+
+
+def database(ctx: click.Context, param: click.Parameter, value: str | None) -> Path:
+    """The path that `--db` or the environment names."""
+    return path_of(ctx, param, value or None) or paths.database()
+
+
+def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
+    """Positive integers, separated by commas, the option given once or several times."""
+    found = []
+    for text in (part.strip() for group in value for part in group.split(",")):
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+            raise click.BadParameter(f"{text!r} is no integer; give one or several, such as 4096 or 4096,5120")
+        if not 1 <= int(text) <= LARGEST:
+            raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
+        found.append(int(text))
+    return found
+
+
+size = click.IntRange(1, LARGEST)
+dtypes = click.Choice(list(DTYPE_BYTES))
+weight_option = click.option(
+    "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
+)
+offset_option = click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
+frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
+db_option = click.option("--db", callback=database, help="Database file. [default: $TUNEGEN_DB, else cache/tune.db]")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+
+
+DESCRIBES_PROBLEMS = ("hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "frozen_weight")
+
+
+def recorded(ctx: click.Context, path: Path) -> dict[Problem, int]:
+    """The problems of a recording with their counts, if no option describes problems too."""
+    for name in DESCRIBES_PROBLEMS:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--from and --{name.replace('_', '-')} both say what to tune; give one of them up")
+    return load_recording(path).counts()
+
+
+def problem_of(options: dict[str, Any]) -> Problem:
+    """The problem that a command's options describe; `hidden`, `rows`, `direction`, `dtype` and `casting` are single
+    values."""
+    weight = None if options["weight_dtype"] == "none" else options["weight_dtype"] or options["dtype"]
+    return Problem(
+        op="rms_norm",
+        direction=options["direction"],
+        hidden=options["hidden"],
+        rows=options["rows"],
+        x_dtype=options["dtype"],
+        weight_dtype=weight,
+        casting=options["casting"],
+        offset=options["offset"] and weight is not None,
+        weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
+    )
+
+
+def console_for(to_stderr: bool = False) -> Console:
+    """For text; it goes to standard error where standard output is for JSON."""
+    console = Console(
+        stderr=to_stderr,
+        force_terminal=False if paths.continuous_integration() else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+def parameter_of(text: str) -> tuple[str, Value]:
+    """Name and value of NAME=VALUE. Raises click.BadParameter."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.BadParameter(f"{text!r} is no NAME=VALUE, such as num_warps=8 or RSTD=saved")
+    return name, int(value) if re.fullmatch(r"-?[0-9]{1,20}", value) else value
