@@ -23,7 +23,8 @@ def valid(rows):
     return SPACE.candidates(replace(PROBLEM, rows=rows), H200, "persistent_partials")
 
 
-EVERYWHERE = next(config for config in valid(256) if config in valid(1024) and config in valid(4096))
+LARGER = next(config for config in valid(1024) if config in valid(4096))
+SMALLER = next(config for config in valid(1024) if config in valid(256))
 
 
 @pytest.fixture
@@ -59,12 +60,13 @@ def test_measured_answer_with_its_trial_and_the_runner_up(db):
 
 def test_distance_and_cost_of_other_row_counts(db):
     """Measured at 1024 rows, asked for 3000: looked up as 4096, four times away; three times the bytes."""
-    path = db(timed(EVERYWHERE, 10.0))
+    path = db(timed(LARGER, 10.0), timed(SMALLER, 20.0))
     found = explain_problem(path, replace(PROBLEM, rows=3000), H200)
     assert (found.bucket, found.apart, found.measured_rows) == (4096, 4.0, 1024)
     assert found.expected_us == pytest.approx(10.0 * 3000 / 1024)
     small = explain_problem(path, replace(PROBLEM, rows=200), H200)
-    assert small.expected_us == pytest.approx(10.0 * 10e6 / (3 * 1024 * 4096 * 2))  # no less than latency
+    assert (small.answer, small.bucket) == (SMALLER.label(), 256)
+    assert small.expected_us == pytest.approx(20.0 * 10e6 / (3 * 1024 * 4096 * 2))  # no less than latency
     text = str(found)
     assert "4 x away from 4096" in text
     assert f"expected: {10.0 * 3000 / 1024:.2f} us for 3000 rows" in text
@@ -72,7 +74,7 @@ def test_distance_and_cost_of_other_row_counts(db):
 
 def test_too_far_away_is_the_default(db):
     many = replace(PROBLEM, rows=100_000)
-    found = explain_problem(db(timed(EVERYWHERE, 10.0)), many, H200)
+    found = explain_problem(db(timed(LARGER, 10.0)), many, H200)
     default = SPACE.default(replace(many, rows=many.rows_bucket), H200)
     assert (found.answer, found.trial, found.expected_us) == (default.label(), None, None)
     assert found.why == f"built-in default on {H200.name}"
