@@ -19,7 +19,7 @@ LAYERS = {
     "making": "render migrations store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
     "judging": "verify bench estimate",
-    "tuning": "evaluate pool worker serving sweep",
+    "tuning": "evaluate pool worker serving sweep attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "

@@ -167,6 +167,39 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
     click.echo(f"# {' '.join(origin.split())}\n{text}", nl=False)
 
 
+@main.command("try")
+@click.argument("what")
+@click.argument("family")
+@click.argument("parameters", nargs=-1)
+@click.option("--hidden", type=size, required=True, help="Width N.")
+@click.option("--rows", type=size, default=4096, show_default=True, help="Row count M.")
+@click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x.")
+@weight_option
+@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds.")
+@offset_option
+@frozen_option
+@click.option("--arch", help="Compile for this target, such as sm_90, without timing. [default where no GPU is: sm_90]")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the inputs.")
+@json_option
+def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Render, compile, verify and time one config of WHAT, such as rms_norm.forward; nothing is stored.
+
+    FAMILY is one of `tunegen families`, or the path of a template file. PARAMETERS are NAME=VALUE; what is not given
+    comes from the built-in default. Ends with exit code 1 unless the config is right.
+
+    Example: tunegen try rms_norm.forward single_block --hidden 4096 --rows 16384 num_warps=8
+    """
+    from .commands import try_one
+
+    op, _, direction = what.partition(".")
+    if op != "rms_norm" or direction not in DIRECTIONS:
+        raise click.BadParameter(f"{what!r} is neither rms_norm.forward nor rms_norm.backward", param_hint="WHAT")
+    given = dict(parameter_of(text) for text in parameters)
+    problem = problem_of({**options, "direction": direction})
+    if not try_one(problem, family, given, options["arch"], options["seed"], as_json):
+        click.get_current_context().exit(1)
+
+
 @main.command()
 @click.option("--hidden", type=size, required=True, help="Width N.")
 @click.option("--rows", type=size, required=True, help="Row count M.")

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from . import paths, report, silicon, step_report
+from .attempt import attempt, config_of
 from .dispatch import digest_today, rejected, rungs, stored_choices
 from .errors import StoreError, TunegenError
 from .evaluate import COMPILED
@@ -27,6 +28,7 @@ from .progress import SweepProgress
 from .space import Family, load_space, names_of
 from .store import Store
 from .sweep import SweepResult, sweep_gpu, sweep_target
+from .worker import Worker
 
 
 def run_sweep(
@@ -264,3 +266,25 @@ def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, as
     found = [explain_problem(db, problem, target) for problem in problems]
     text = json.dumps([one.as_json() for one in found], indent=2) if as_json else "\n".join(map(str, found))
     click.echo(text)
+
+
+def try_one(
+    problem: Problem, family: str, given: Mapping[str, Value], arch: str | None, seed: int, as_json: bool
+) -> bool:
+    """Print what becomes of one config, and return whether it is right."""
+    target = _target(arch)
+    with ExitStack() as stack:
+        worker = None if target is not None else stack.enter_context(Worker(0, seed))
+        on = target if worker is None else worker.start().silicon
+        assert on is not None
+        found = attempt(problem, config_of(problem, family, given, on), on, worker)
+    values = found.as_json()
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+        return found.ok
+    for name, value in values.items():
+        if value not in (None, ""):
+            click.echo(f"{name.replace('_', ' '):>28}  {f'{value:.4g}' if isinstance(value, float) else value}")
+    if worker is None and found.ok:
+        click.echo(f"No GPU: compiled for {on.arch}, neither verified nor timed.")
+    return found.ok

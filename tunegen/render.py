@@ -35,7 +35,7 @@ def templates(op: str, folder: Path | None = None) -> list[str]:
 
 
 def render(op: str, template: str, flags: Mapping[str, Any]) -> KernelSource:
-    """Render `templates/<op>/<template>.py.jinja` with structural `flags`.
+    """Render `templates/<op>/<template>.py.jinja`, or the file at a path that ends so, with structural `flags`.
 
     Raises RenderError for a missing template, an undefined variable, or text that is no Python.
     """
@@ -45,10 +45,14 @@ def render(op: str, template: str, flags: Mapping[str, Any]) -> KernelSource:
 @lru_cache(maxsize=4096)
 def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: str) -> KernelSource:
     name = f"{op}/{template}{SUFFIX}"
+    folders: tuple[str, ...] = (folder,)
+    if template.endswith(SUFFIX):  # a file of its own, which may include the parts of the others
+        home, _, name = template.rpartition("/")
+        template, folders = name[: -len(SUFFIX)], (home or ".", folder)
     try:
-        body = _environment(folder).get_template(name).render(dict(flags))
+        body = _environment(folders).get_template(name).render(dict(flags))
     except jinja2.TemplateNotFound as error:
-        raise RenderError(f"no template {name} in {folder}") from error
+        raise RenderError(f"no template {error.name} in {' or '.join(folders)}") from error
     except Exception as error:  # a template can raise whatever its expressions do
         raise RenderError(f"{name}: {type(error).__name__}: {error}") from error
     text = HEADER.format(op=op, template=template, flags=" ".join(f"{k}={v}" for k, v in flags)) + body
@@ -56,9 +60,9 @@ def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: 
 
 
 @lru_cache(maxsize=8)
-def _environment(folder: str) -> jinja2.Environment:
+def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -119,7 +123,8 @@ def _private_folder(reason: str) -> Path:
 
 def renderings(problem: Problem, config: Config, spec: OpSpec) -> list[KernelSource]:
     """Every kernel file that may be launched for `config`; the first is the one that is timed. Raises RenderError."""
-    template = f"{problem.direction}_{config.family}"
+    family = config.family
+    template = family if family.endswith(SUFFIX) else f"{problem.direction}_{family}"
     return [render(spec.name, template, flags) for flags in spec.flags(problem, config)]
 
 

@@ -1,0 +1,165 @@
+"""`tunegen try`: one config through the steps of a sweep, in or out of the search space."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from fake_gpu import FakeGpu, us_of
+
+from tunegen import cli, paths
+from tunegen.attempt import attempt, config_of
+from tunegen.errors import TunegenError
+from tunegen.model import Config, Problem, TrialState
+from tunegen.ops import op_spec
+from tunegen.render import render, renderings
+from tunegen.silicon import of_arch
+from tunegen.space import load_space
+
+H200 = of_arch("sm_90")
+FORWARD = Problem("rms_norm", "forward", 4096, 1024)
+BACKWARD = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
+SPACE = load_space("rms_norm")
+TEMPLATES = paths.resource("templates") / "rms_norm"
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.main, ["try", *arguments, "--hidden", "256", "--arch", "sm_90"])
+
+
+# What is not given
+
+
+def test_rest_comes_from_the_default():
+    default = SPACE.default(BACKWARD, H200)
+    assert config_of(BACKWARD, default.family, {}, H200) == default
+    assert config_of(BACKWARD, default.family, {"num_warps": default["num_warps"]}, H200) == default
+
+
+def test_rest_is_valid_beside_what_is_given():
+    for name in ("two_pass", "persistent"):
+        family = SPACE.family("forward", name)
+        for parameter, domain in family.parameters.items():
+            for value in domain if isinstance(domain, tuple) else ():
+                found = config_of(FORWARD, name, {parameter: value}, H200)
+                assert found[parameter] == value
+                possible = SPACE.candidates(FORWARD, H200, name, {parameter: value})
+                assert not possible or SPACE.check(FORWARD, H200, found) is None
+
+
+def test_values_outside_of_the_space_stay_as_given():
+    found = config_of(FORWARD, "two_pass", {"CHUNK": 96, "num_warps": 2}, H200)
+    assert (found["CHUNK"], found["num_warps"]) == (96, 2)
+
+
+def test_computed_values_can_be_given():
+    assert config_of(FORWARD, "single_block", {"BLOCK_SIZE": 2048}, H200)["BLOCK_SIZE"] == 2048
+
+
+def test_file_has_what_is_given_and_nothing_else(tmp_path):
+    path = tmp_path / "mine.py.jinja"
+    path.write_text("")
+    assert config_of(FORWARD, str(path), {"ROWS": 2}, H200) == Config.of(str(path), {"ROWS": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "words"),
+    [
+        ("flash", {}, r"no forward family 'flash'; there is single_block, .* or a path that ends in \.py\.jinja"),
+        ("two_pass", {"COLS": 1}, "two_pass has no parameter 'COLS'; it has CHUNK"),
+        ("no/such.py.jinja", {}, "no template file .*no/such.py.jinja"),
+    ],
+)
+def test_what_is_unknown_is_refused(family, given, words):
+    with pytest.raises(TunegenError, match=words):
+        config_of(FORWARD, family, given, H200)
+
+
+# Template files
+
+
+def test_file_renders_as_the_template_of_the_space_does(tmp_path):
+    """A copy elsewhere: the same code, includes and all, under its own name."""
+    path = tmp_path / "forward_mine.py.jinja"
+    path.write_text((TEMPLATES / "forward_two_pass.py.jinja").read_text())
+    flags = renderings(FORWARD, Config.of("two_pass", {}), op_spec("rms_norm"))[0].flags
+    copy = render("rms_norm", str(path), flags)
+    assert copy.digest == render("rms_norm", "forward_two_pass", flags).digest
+    assert copy.template == "forward_mine"
+
+
+@pytest.mark.compiler
+def test_copy_of_a_template_compiles_as_the_template(tmp_path):
+    path = tmp_path / "forward_mine.py.jinja"
+    path.write_text((TEMPLATES / "forward_two_pass.py.jinja").read_text())
+    values = {"CHUNK": 1024, "num_warps": 4}
+    copy = attempt(FORWARD, Config.of(str(path), values), H200, None)
+    known = attempt(FORWARD, config_of(FORWARD, "two_pass", values, H200), H200, None)
+    assert (copy.ok, copy.outside, known.outside) == (True, "a template file", "")
+    assert copy.trial.resources.registers == known.trial.resources.registers
+    assert copy.trial.estimate_us == known.trial.estimate_us
+
+
+@pytest.mark.compiler
+def test_broken_file_is_told_with_its_reason(tmp_path):
+    path = tmp_path / "forward_mine.py.jinja"
+    path.write_text("{{ nothing }}")
+    found = attempt(FORWARD, Config.of(str(path), {}), H200, None)
+    assert found.trial.state is TrialState.COMPILE
+    assert "'nothing' is undefined" in found.trial.reason
+
+
+# With a GPU that is not there
+
+
+@pytest.mark.compiler
+def test_measured_config_has_state_resources_and_times(tmp_path):
+    gpu = FakeGpu(str(tmp_path / "log"))
+    problem = Problem("rms_norm", "forward", 4096, 1024)
+    config = SPACE.default(problem, H200)
+    with gpu.worker() as worker:
+        values = attempt(problem, config, H200, worker).as_json()
+    us = us_of(problem, config)
+    assert (values["state"], values["us"]) == ("ok", us)
+    assert values["share_of_copy"] == pytest.approx(10 / us)  # the sentinel takes 10 us
+    assert values["tb_per_s"] == pytest.approx(2 * 1024 * 4096 * 2 / us / 1e6)
+
+
+# The command
+
+
+@pytest.mark.compiler
+def test_command_without_a_gpu_compiles_and_says_so():
+    done = run("rms_norm.forward", "single_block", "ROWS=1", "num_warps=1")
+    assert done.exit_code == 0, done.output
+    assert "single_block BLOCK_SIZE=256 ROWS=1 num_warps=1" in done.output
+    assert "registers" in done.output
+    assert done.output.splitlines()[-1] == "No GPU: compiled for sm_90, neither verified nor timed."
+
+
+@pytest.mark.compiler
+def test_command_ends_with_1_where_the_config_is_wrong():
+    done = run("rms_norm.forward", "single_block", "BLOCK_SIZE=128", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.output)
+    assert found["state"] == "compile"
+    assert "narrower than the row" in found["reason"]
+    assert found["outside_of_the_search_space"] == "single_block: BLOCK_SIZE is 128, but may be 256"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rms_norm", "two_pass"), "'rms_norm' is neither rms_norm.forward nor rms_norm.backward"),
+        (("layer_norm.forward", "two_pass"), "'layer_norm.forward' is neither"),
+        (("rms_norm.forward", "flash"), "no forward family 'flash'"),
+        (("rms_norm.forward", "two_pass", "CHUNK"), "no NAME=VALUE"),
+        (("rms_norm.forward", "x.py.jinja"), "no template file"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments, words):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
+    assert "Traceback" not in done.output

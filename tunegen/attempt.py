@@ -1,0 +1,125 @@
+"""One config, tried in seconds: the inner loop of someone who writes a template.
+
+It goes through the same steps as a candidate of a sweep: render, compile, verify, time; nothing is stored. Values need
+not be in the search space, and the template may be a file that the space does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .compile import load, make_plan
+from .errors import TunegenError
+from .estimate import estimate_us
+from .expressions import Rule, combinations, listed
+from .model import Config, Problem, Resources, Silicon, Trial, TrialState, Value
+from .ops import op_spec
+from .pool import CompilePool
+from .render import SUFFIX, renderings
+from .space import Family, load_space, names_of
+from .worker import Worker
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a config. `outside` says why the search space does not have it, empty if it does; `trial` has
+    state, reason, resources, error and times; `estimate_us` stands in for a time where no GPU is."""
+
+    trial: Trial
+    outside: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether every step that could be taken succeeded."""
+        return self.trial.state is TrialState.OK
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; None is what was not measured."""
+        trial, spent = self.trial, self.trial.resources
+        timed = trial.measurement
+        moved = op_spec(trial.problem.op).bytes_moved(trial.problem)
+        return {
+            "problem": trial.problem.label(),
+            "config": trial.config.label(),
+            "state": trial.state.value,
+            "reason": trial.reason,
+            "outside_of_the_search_space": self.outside,
+            "registers": spent.registers if spent else None,
+            "spill_bytes": spent.spill_bytes if spent else None,
+            "shared_bytes": spent.shared_bytes if spent else None,
+            "scratch_bytes": trial.scratch_bytes,
+            "error_ulp": trial.error_ulp,
+            "us": timed.us if timed else None,
+            "tb_per_s": moved / timed.us / 1e6 if timed else None,
+            "share_of_copy": 1 / timed.score if timed else None,
+            "estimate_us": trial.estimate_us,
+        }
+
+
+def attempt(problem: Problem, config: Config, silicon: Silicon, worker: Worker | None) -> Attempt:
+    """Take `config` through the steps; without a `worker` nothing is verified or timed, but estimated for `silicon`."""
+    alone = config.family.endswith(SUFFIX)
+    outside = "a template file" if alone else load_space(problem.op).check(problem, silicon, config) or ""
+    with CompilePool(silicon, workers=1) as pool:
+        ((_, outcome),) = pool.compile(problem, [config])
+    if not isinstance(outcome, Resources):
+        state, reason = outcome
+        return Attempt(Trial(problem, config, state, reason=reason), outside)
+    if worker is not None:
+        worker.open(problem)
+        return Attempt(worker.screen(config, outcome), outside)
+    spec = op_spec(problem.op)
+    source, *_ = renderings(problem, config, spec)
+    plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+    us = estimate_us(spec, problem, config, plan, outcome, silicon)
+    scratch = plan.scratch_bytes()
+    trial = Trial(
+        problem, config, TrialState.OK, kind="estimated", resources=outcome, scratch_bytes=scratch, estimate_us=us
+    )
+    return Attempt(trial, outside)
+
+
+def config_of(problem: Problem, family_name: str, given: Mapping[str, Value], silicon: Silicon) -> Config:
+    """The config of a family of the search space, or of a template file, with the values that are given.
+
+    What is not given is taken from the built-in default if that is of this family, else from the first valid config
+    that has the given values. A file has what is given and nothing else.
+
+    Raises TunegenError for an unknown family, file or parameter.
+    """
+    if family_name.endswith(SUFFIX):
+        path = Path(family_name).absolute()
+        if not path.is_file():
+            raise TunegenError(f"no template file {path}")
+        return Config.of(str(path), given)
+    space = load_space(problem.op)
+    family = space.family(problem.direction, family_name)
+    if family is None:
+        known = (f.name for f in space.members.values() if f.direction == problem.direction)
+        raise TunegenError(
+            f"no {problem.direction} family {family_name!r}; there is {listed(known)}, or a path that ends in {SUFFIX}"
+        )
+    if unknown := sorted(given.keys() - family.parameters.keys()):
+        raise TunegenError(f"{family_name} has no parameter {unknown[0]!r}; it has {listed(family.parameters)}")
+    default = space.default(problem, silicon)
+    return _completed(family, given, default, names_of(problem, silicon))
+
+
+def _completed(
+    family: Family, given: Mapping[str, Value], default: Config | None, names: Mapping[str, Value]
+) -> Config:
+    start = dict(default.parameters) if default is not None and default.family == family.name else {}
+    chosen = {**{k: v for k, v in start.items() if not isinstance(family.parameters[k], Rule)}, **given}
+    for values in (chosen, given):  # the rest of the default need not go with what is given
+        domains = {**family.parameters, **_single(values)}
+        if found := next(family.configs(domains, names), None):
+            return found
+    # Outside of the space: computed parameters follow all the same.
+    return Config.of(family.name, next(combinations({**family.parameters, **_single(chosen)}, names)))
+
+
+def _single(values: Mapping[str, Value]) -> dict[str, tuple[Value, ...]]:
+    return {name: (value,) for name, value in values.items()}
