@@ -205,7 +205,7 @@ def main(package: str, plan: str, *arguments: str) -> None:
 
     gpu = FakeGpu(**json.loads(plan))
     paths.PACKAGE = Path(package)
-    commands._target = lambda arch: None
+    commands.target_of = lambda arch: None
     commands.sweep_gpu = functools.partial(commands.sweep_gpu, worker=gpu.worker(), compile_one=gpu.compile)
     tunegen(arguments, prog_name="tunegen")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
 from fake_gpu import FakeGpu, us_of
+from rich.console import Console
 
 from tunegen import cli, paths
 from tunegen.attempt import attempt, config_of
 from tunegen.errors import TunegenError
+from tunegen.expressions import Rule
 from tunegen.model import Config, Problem, TrialState
 from tunegen.ops import op_spec
 from tunegen.render import render, renderings
@@ -41,7 +44,7 @@ def test_rest_is_valid_beside_what_is_given():
     for name in ("two_pass", "persistent"):
         family = SPACE.family("forward", name)
         for parameter, domain in family.parameters.items():
-            for value in domain if isinstance(domain, tuple) else ():
+            for value in () if isinstance(domain, Rule) else domain:
                 found = config_of(FORWARD, name, {parameter: value}, H200)
                 assert found[parameter] == value
                 possible = SPACE.candidates(FORWARD, H200, name, {parameter: value})
@@ -59,7 +62,7 @@ def test_computed_values_can_be_given():
 
 def test_file_has_what_is_given_and_nothing_else(tmp_path):
     path = tmp_path / "mine.py.jinja"
-    path.write_text("")
+    path.write_text("def plan(p):\n    return p.ROWS\n")
     assert config_of(FORWARD, str(path), {"ROWS": 2}, H200) == Config.of(str(path), {"ROWS": 2})
 
 
@@ -69,6 +72,11 @@ def test_file_has_what_is_given_and_nothing_else(tmp_path):
         ("flash", {}, r"no forward family 'flash'; there is single_block, .* or a path that ends in \.py\.jinja"),
         ("two_pass", {"COLS": 1}, "two_pass has no parameter 'COLS'; it has CHUNK"),
         ("no/such.py.jinja", {}, "no template file .*no/such.py.jinja"),
+        ("two_pass", {"num_warps": 64}, "num_warps is 64, but a kernel may have 1, 2, 4, 8, 16, 32"),
+        ("no/such.py.jinja", {"num_warps": "x"}, "num_warps is 'x', but a kernel may have 1, 2, 4, 8, 16, 32"),
+        ("two_pass", {"num_ctas": 3}, "num_ctas is 3, but a kernel may have 1, 2, 4, 8, 16"),
+        ("two_pass", {"CHUNK": 0}, "CHUNK of two_pass is 0, but must be an integer from 1 to"),
+        ("two_pass", {"CHUNK": "x"}, "CHUNK of two_pass is 'x', but must be an integer"),
     ],
 )
 def test_what_is_unknown_is_refused(family, given, words):
@@ -110,6 +118,36 @@ def test_broken_file_is_told_with_its_reason(tmp_path):
     assert "'nothing' is undefined" in found.trial.reason
 
 
+def test_numbers_that_a_file_does_not_use_are_refused(tmp_path):
+    path = tmp_path / "forward_mine.py.jinja"
+    path.write_text((TEMPLATES / "forward_two_pass.py.jinja").read_text())
+    with pytest.raises(TunegenError, match=r"forward_mine\.py\.jinja does not use CHUNKS"):
+        config_of(FORWARD, str(path), {"CHUNKS": 1024}, H200)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("tl.load(", "tl.lode(", r"no attribute 'lode'.*, at `x = tl\.lode\("),
+        ("CHUNK: tl.constexpr", "WIDTH: tl.constexpr", "has an argument WIDTH, which no parameter or tensor gives"),
+        ("(p.M,)", "(p.M, p.SPLITS)", "its plan needs SPLITS, which no parameter gives"),
+    ],
+)
+def test_mistakes_in_a_file_are_named_with_their_place(tmp_path, old, new, words):
+    path = tmp_path / "forward_mine.py.jinja"
+    path.write_text((TEMPLATES / "forward_two_pass.py.jinja").read_text().replace(old, new))
+    found = attempt(FORWARD, Config.of(str(path), {"CHUNK": 1024}), H200, None).trial
+    assert found.state is TrialState.COMPILE
+    assert re.search(words, found.reason), found.reason
+
+
+@pytest.mark.compiler
+def test_cause_of_a_compile_error_is_told():
+    found = attempt(FORWARD, Config.of("two_pass", {"CHUNK": 96, "num_warps": 4}), H200, None).trial
+    assert "Shape element 1 must be a power of 2, at `squares = tl.zeros([1, CHUNK], tl.float32)`" in found.reason
+
+
 # With a GPU that is not there
 
 
@@ -135,7 +173,17 @@ def test_command_without_a_gpu_compiles_and_says_so():
     assert done.exit_code == 0, done.output
     assert "single_block BLOCK_SIZE=256 ROWS=1 num_warps=1" in done.output
     assert "registers" in done.output
-    assert done.output.splitlines()[-1] == "No GPU: compiled for sm_90, neither verified nor timed."
+    assert "state          compiles" in done.output
+    assert done.output.splitlines()[-1] == "Compiled for sm_90, neither verified nor timed."
+
+
+@pytest.mark.compiler
+def test_long_values_go_on_below_their_beginning_in_a_terminal(monkeypatch):
+    monkeypatch.setattr(cli, "console_for", lambda *_: Console(force_terminal=True, width=60))
+    lines = run("rms_norm.backward", "persistent_partials").output.splitlines()
+    assert max(map(len, lines)) <= 60
+    start = next(i for i, line in enumerate(lines) if line.startswith("  config         persistent_partials"))
+    assert lines[start + 1].startswith(" " * 17)
 
 
 @pytest.mark.compiler
@@ -156,6 +204,8 @@ def test_command_ends_with_1_where_the_config_is_wrong():
         (("rms_norm.forward", "flash"), "no forward family 'flash'"),
         (("rms_norm.forward", "two_pass", "CHUNK"), "no NAME=VALUE"),
         (("rms_norm.forward", "x.py.jinja"), "no template file"),
+        (("rms_norm.forward", "two_pass", "CHUNK=1024", "CHUNK=2048"), "CHUNK is given twice, as 1024 and 2048"),
+        (("rms_norm.forward", "two_pass", "--weight-dtype", "none", "--offset"), "leaves nothing for --offset"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, words):

@@ -45,7 +45,7 @@ def answers(tmp_path, monkeypatch):
             for trial in trials:
                 file.add(sweep, trial, PROTOCOL, dispatch.triton_minor(), "")
             file.finish_sweep(sweep)
-        return [choice.config for choice in dispatch._ladder(PROBLEM, dispatch.torch.device("cuda", 0))]
+        return [rung.config for rung in dispatch.rungs(path, PROBLEM, H200)]
 
     return store
 
@@ -76,7 +76,7 @@ def test_each_rung_says_why_it_answers(answers, tmp_path):
         (FIRST, f"{measured} 1)"),
         (None, f"{measured} 2)"),
         (DEFAULT, f"built-in default on {H200.name}"),
-        (None, "the built-in default does not run"),
+        (None, "the last resort"),
     ]
     answers(wrong(DEFAULT))
     told = f"the gate found the built-in default wrong: {DEFAULT.label()} ({path})"

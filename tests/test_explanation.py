@@ -56,6 +56,8 @@ def test_measured_answer_with_its_trial_and_the_runner_up(db):
         f"measured at 1024 rows on {H200.name} ({path}, trial 1)",
     )
     assert found.why == f"measured at 1024 rows on {H200.name} ({path}, trial 2)"
+    assert found.runner_up_us == 20.0
+    assert str(found).endswith("trial 1), 20.00 us there")
 
 
 def test_distance_and_cost_of_other_row_counts(db):
@@ -69,7 +71,7 @@ def test_distance_and_cost_of_other_row_counts(db):
     assert small.expected_us == pytest.approx(20.0 * 10e6 / (3 * 1024 * 4096 * 2))  # no less than latency
     text = str(found)
     assert "4 x away from 4096" in text
-    assert f"expected: {10.0 * 3000 / 1024:.2f} us for 3000 rows" in text
+    assert f"expected  {10.0 * 3000 / 1024:.2f} us for 3000 rows, by its bytes" in text
 
 
 def test_too_far_away_is_the_default(db):
@@ -78,7 +80,9 @@ def test_too_far_away_is_the_default(db):
     default = SPACE.default(replace(many, rows=many.rows_bucket), H200)
     assert (found.answer, found.trial, found.expected_us) == (default.label(), None, None)
     assert found.why == f"built-in default on {H200.name}"
-    assert found.runner_up == "torch"
+    assert (found.runner_up, found.runner_up_why) == ("torch", "the last resort")
+    assert "expected  unknown; no valid measurement within 8 x of" in str(found)
+    assert found.remedy.endswith("tunegen sweep --hidden 4096 --rows 100000 --direction backward")
 
 
 def test_missing_database_is_the_default(tmp_path):
@@ -133,6 +137,68 @@ def test_where_torch_answers_backward_it_answers_forward_too(db, monkeypatch):
     assert forward.why == "torch's own op answers backward"
 
 
+def test_command_remarks_that_torch_answers_where_a_gradient_is_wanted(db):
+    path = db(timed(Config("torch"), 5.0, digest="-"))
+    arguments = ["explain", "--hidden", "4096", "--rows", "1024", "--db", str(path), "--json"]
+    forward, backward = json.loads(CliRunner().invoke(cli.main, arguments).stdout)
+    assert (forward["answer"] != "torch", backward["answer"]) == (True, "torch")
+    assert forward["why"].endswith("without a gradient; with one torch answers, as it does backward")
+
+
+def test_sweep_that_is_advised_is_of_the_problem(tmp_path):
+    odd = replace(PROBLEM, x_dtype="fp16", weight_dtype="fp32", casting="llama", offset=True, weight_grad=False)
+    assert explain_problem(tmp_path / "no.db", odd, H200).remedy.partition("tunegen sweep ")[2] == (
+        "--hidden 4096 --rows 1024 --direction backward --dtype fp16 --weight-dtype fp32 --casting llama --offset "
+        "--frozen-weight"
+    )
+
+
+def wanting_gradients():
+    x = torch.empty(1024, 4096, dtype=torch.bfloat16, requires_grad=True)
+    return x, torch.empty(4096, dtype=torch.bfloat16, requires_grad=True)
+
+
+def test_without_gradients_in_force_there_is_no_backward(db, monkeypatch):
+    db(timed(FIRST, 10.0))
+    on_a_gpu(monkeypatch)
+    with torch.no_grad():
+        assert [one.problem.direction for one in tunegen.explain(*wanting_gradients())] == ["forward"]
+
+
+def test_what_did_not_run_here_is_left_out(db, monkeypatch):
+    db(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    on_a_gpu(monkeypatch)
+    x, w = wanting_gradients()
+    dispatch.forget()
+    key = OP_MODULE.key_of("backward", x, w, 0.0, "fp32", True)
+    dispatch.demote(key, dispatch.choose(key), RuntimeError("too large"))
+    assert tunegen.explain(x, w)[1].answer == SECOND.label() == dispatch.choose(key).config.label()
+    dispatch.forget()
+    assert tunegen.explain(x, w)[1].answer == FIRST.label()
+
+
+def test_a_choice_once_made_stays_until_it_is_forgotten(db, monkeypatch):
+    db(timed(SECOND, 20.0))
+    on_a_gpu(monkeypatch)
+    x, w = wanting_gradients()
+    dispatch.forget()
+    dispatch.choose(OP_MODULE.key_of("backward", x, w, 0.0, "fp32", True))
+    db(timed(FIRST, 10.0))
+    found = tunegen.explain(x, w)[1]
+    assert (found.answer, found.measured_us, found.runner_up) == (SECOND.label(), 20.0, FIRST.label())
+    assert found.why.endswith("as it was when this process first asked")
+    dispatch.forget()
+    assert tunegen.explain(x, w)[1].answer == FIRST.label()
+
+
+def test_a_call_is_printed_as_text(db, monkeypatch):
+    db(timed(FIRST, 10.0))
+    on_a_gpu(monkeypatch)
+    found = tunegen.explain(*wanting_gradients())
+    assert str(found) == f"{found[0]}\n{found[1]}"
+    assert f"  answer    {FIRST.label()}\n" in str(found)
+
+
 @pytest.mark.parametrize(
     ("x", "words"),
     [
@@ -170,8 +236,8 @@ def test_command_prints_text_or_json(db):
     path = db(timed(FIRST, 10.0))
     arguments = ["explain", "--hidden", "4096", "--rows", "1024", "--db", str(path)]
     text = CliRunner().invoke(cli.main, arguments).stdout
-    assert f"backward 1024x4096 bf16: {FIRST.label()}" in text
-    assert "forward 1024x4096 bf16: " in text
+    assert f"backward 1024x4096 bf16\n  answer    {FIRST.label()}\n" in text
+    assert "forward 1024x4096 bf16\n" in text
     found = json.loads(CliRunner().invoke(cli.main, [*arguments, "--direction", "backward", "--json"]).stdout)
     assert [(one["answer"], one["measured_us"], one["problem"]["rows"]) for one in found] == [
         (FIRST.label(), 10.0, 1024)

@@ -30,7 +30,7 @@ LAYERS = {
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
         "gates.plot gates.run gates.record gates.command"
     ),
-    "edge": "commands cli_options cli",
+    "edge": "commands single cli_options cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
@@ -52,8 +52,8 @@ HEAVY = {
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
     "sqlite3": "lookup store",
-    "click": "cli cli_options commands gates.command",
-    "rich": "cli_options commands progress report gates.command",
+    "click": "cli cli_options commands single gates.command",
+    "rich": "cli_options commands single progress report gates.command",
     "triton": "",
     "transformers": "",
     "matplotlib": "",

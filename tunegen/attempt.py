@@ -6,21 +6,27 @@ not be in the search space, and the template may be a file that the space does n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .compile import load, make_plan
-from .errors import TunegenError
+from .entries import WARPS
+from .errors import RenderError, TunegenError
 from .estimate import estimate_us
-from .expressions import Rule, combinations, listed
+from .expressions import Rule, combinations, listed, show
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState, Value
 from .ops import op_spec
 from .pool import CompilePool
 from .render import SUFFIX, renderings
 from .space import Family, load_space, names_of
 from .worker import Worker
+
+ALLOWED = {"num_warps": WARPS, "num_ctas": (1, 2, 4, 8, 16)}
+"""Of the hardware: a block has at most 1024 threads, a cluster at most 16 blocks."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,29 @@ class Attempt:
         """Whether every step that could be taken succeeded."""
         return self.trial.state is TrialState.OK
 
+    def facts(self) -> dict[str, Any]:
+        """What people want to know, by names for people."""
+        names = {
+            "problem": "problem",
+            "config": "config",
+            "state": "state",
+            "reason": "reason",
+            "outside_of_the_search_space": "not in space",
+            "registers": "registers",
+            "spill_bytes": "spilled bytes",
+            "shared_bytes": "shared bytes",
+            "scratch_bytes": "scratch bytes",
+            "error_ulp": "error, ulp",
+            "us": "time, us",
+            "tb_per_s": "TB/s",
+            "share_of_copy": "share of copy",
+            "estimate_us": "estimate, us",
+        }
+        values = self.as_json()
+        if self.ok and not values["timed"]:
+            values["state"] = "compiles"
+        return {name: values[key] for key, name in names.items() if values[key] not in (None, "")}
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; None is what was not measured."""
         trial, spent = self.trial, self.trial.resources
@@ -45,6 +74,7 @@ class Attempt:
             "problem": trial.problem.label(),
             "config": trial.config.label(),
             "state": trial.state.value,
+            "timed": timed is not None,
             "reason": trial.reason,
             "outside_of_the_search_space": self.outside,
             "registers": spent.registers if spent else None,
@@ -86,15 +116,13 @@ def config_of(problem: Problem, family_name: str, given: Mapping[str, Value], si
     """The config of a family of the search space, or of a template file, with the values that are given.
 
     What is not given is taken from the built-in default if that is of this family, else from the first valid config
-    that has the given values. A file has what is given and nothing else.
+    that has the given values. A file has what is given and nothing else; its kernels have 4 warps if nothing is said.
 
-    Raises TunegenError for an unknown family, file or parameter.
+    Raises TunegenError for an unknown family, file or parameter, and for a value that no kernel can have.
     """
+    _check_launch_options(given)
     if family_name.endswith(SUFFIX):
-        path = Path(family_name).absolute()
-        if not path.is_file():
-            raise TunegenError(f"no template file {path}")
-        return Config.of(str(path), given)
+        return _config_of_file(problem, Path(family_name).absolute(), given)
     space = load_space(problem.op)
     family = space.family(problem.direction, family_name)
     if family is None:
@@ -104,8 +132,41 @@ def config_of(problem: Problem, family_name: str, given: Mapping[str, Value], si
         )
     if unknown := sorted(given.keys() - family.parameters.keys()):
         raise TunegenError(f"{family_name} has no parameter {unknown[0]!r}; it has {listed(family.parameters)}")
+    _check_kinds(family, given)
     default = space.default(problem, silicon)
     return _completed(family, given, default, names_of(problem, silicon))
+
+
+def _check_launch_options(given: Mapping[str, Value]) -> None:
+    for name, allowed in ALLOWED.items():
+        if name in given and given[name] not in allowed:
+            raise TunegenError(f"{name} is {show(given[name])}, but a kernel may have {listed(allowed)}")
+
+
+def _check_kinds(family: Family, given: Mapping[str, Value]) -> None:
+    """Numbers may be any that fit a kernel, words only those that the template knows."""
+    for name, value in given.items():
+        domain = family.parameters[name]
+        if not isinstance(domain, Rule) and isinstance(domain[0], str):
+            if value not in domain:
+                raise TunegenError(f"{name} of {family.name} is {show(value)}, but may be {listed(domain)}")
+        elif not isinstance(value, int) or not 1 <= value < 2**31:
+            raise TunegenError(
+                f"{name} of {family.name} is {show(value)}, but must be an integer from 1 to {2**31 - 1}"
+            )
+
+
+def _config_of_file(problem: Problem, path: Path, given: Mapping[str, Value]) -> Config:
+    """Refuses numbers that its kernels never mention: a slip of the pen would else go unnoticed."""
+    if not path.is_file():
+        raise TunegenError(f"no template file {path}")
+    config = Config.of(str(path), given)
+    with suppress(RenderError):  # told as what becomes of the config
+        text = renderings(problem, config, op_spec(problem.op))[0].text
+        for name in config.numbers:
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                raise TunegenError(f"{path.name} does not use {name}; give only what its kernel or its plan names")
+    return config
 
 
 def _completed(
@@ -117,8 +178,11 @@ def _completed(
         domains = {**family.parameters, **_single(values)}
         if found := next(family.configs(domains, names), None):
             return found
-    # Outside of the space: computed parameters follow all the same.
-    return Config.of(family.name, next(combinations({**family.parameters, **_single(chosen)}, names)))
+    # Outside of the space: computed parameters follow all the same. The most warps, since one warp for a wide row
+    # takes minutes to compile.
+    points = [Config.of(family.name, p) for p in combinations({**family.parameters, **_single(chosen)}, names)]
+    within = (config for config in points if family.objection(dict(config.parameters), names) is None)
+    return next(within, max(points, key=lambda config: config.num_warps))
 
 
 def _single(values: Mapping[str, Value]) -> dict[str, tuple[Value, ...]]:

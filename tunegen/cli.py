@@ -18,7 +18,7 @@ from .cli_options import (
     json_option,
     numbers,
     offset_option,
-    parameter_of,
+    parameters_of,
     path_of,
     problem_of,
     recorded,
@@ -104,10 +104,6 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(
             "give the widths to tune with --hidden, such as --hidden 4096, or a recording with --from"
         )
-    if options["weight_dtype"] == "none" and (options["offset"] or options["frozen_weight"]):
-        raise click.UsageError(
-            "--weight-dtype none leaves nothing for --offset or --frozen-weight; give one of them up"
-        )
     keys = ("direction", "dtype", "casting", "hidden", "rows")
     combined = product(*(options[key] or DEFAULT_ROWS for key in keys))
     problems = [problem_of(options | dict(zip(keys, values, strict=True))) for values in combined]
@@ -160,7 +156,7 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
     """
     from .commands import render_kernel
 
-    given = (family, dict(parameter_of(text) for text in parameters)) if family else None
+    given = (family, parameters_of(parameters)) if family else None
     origin, text = render_kernel(
         problem_of(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
     )
@@ -189,14 +185,14 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
 
     Example: tunegen try rms_norm.forward single_block --hidden 4096 --rows 16384 num_warps=8
     """
-    from .commands import try_one
+    from .single import try_one
 
     op, _, direction = what.partition(".")
     if op != "rms_norm" or direction not in DIRECTIONS:
         raise click.BadParameter(f"{what!r} is neither rms_norm.forward nor rms_norm.backward", param_hint="WHAT")
-    given = dict(parameter_of(text) for text in parameters)
-    problem = problem_of({**options, "direction": direction})
-    if not try_one(problem, family, given, options["arch"], options["seed"], as_json):
+    given, problem = parameters_of(parameters), problem_of({**options, "direction": direction})
+    console = None if as_json else console_for()
+    if not try_one(problem, family, given, options["arch"], options["seed"], console):
         click.get_current_context().exit(1)
 
 
@@ -219,10 +215,10 @@ def explain(direction: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
     Example: tunegen explain --hidden 5120 --rows 300
     """
-    from .commands import explain_problems
+    from .single import explain_problems
 
     problems = [problem_of({**options, "direction": one}) for one in direction]
-    explain_problems(problems, options["db"], options["arch"], as_json)
+    explain_problems(problems, options["db"], options["arch"], None if as_json else console_for())
 
 
 @main.command()

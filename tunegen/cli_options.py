@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,12 @@ def recorded(ctx: click.Context, path: Path) -> dict[Problem, int]:
 
 def problem_of(options: dict[str, Any]) -> Problem:
     """The problem that a command's options describe; `hidden`, `rows`, `direction`, `dtype` and `casting` are single
-    values."""
+    values. Raises click.UsageError where they contradict each other."""
     weight = None if options["weight_dtype"] == "none" else options["weight_dtype"] or options["dtype"]
+    if weight is None and (options["offset"] or options["frozen_weight"]):
+        raise click.UsageError(
+            "--weight-dtype none leaves nothing for --offset or --frozen-weight; give one of them up"
+        )
     return Problem(
         op="rms_norm",
         direction=options["direction"],
@@ -78,7 +83,7 @@ def problem_of(options: dict[str, Any]) -> Problem:
         x_dtype=options["dtype"],
         weight_dtype=weight,
         casting=options["casting"],
-        offset=options["offset"] and weight is not None,
+        offset=options["offset"],
         weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
     )
 
@@ -95,6 +100,16 @@ def console_for(to_stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     return console
+
+
+def parameters_of(texts: Sequence[str]) -> dict[str, Value]:
+    """The parameters of NAME=VALUE, each given once. Raises click.BadParameter."""
+    found: dict[str, Value] = {}
+    for name, value in map(parameter_of, texts):
+        if name in found:
+            raise click.BadParameter(f"{name} is given twice, as {found[name]} and {value}; leave one out")
+        found[name] = value
+    return found
 
 
 def parameter_of(text: str) -> tuple[str, Value]:

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,9 @@ import click
 from rich.console import Console
 
 from . import paths, report, silicon, step_report
-from .attempt import attempt, config_of
 from .dispatch import digest_today, rejected, rungs, stored_choices
 from .errors import StoreError, TunegenError
 from .evaluate import COMPILED
-from .explanation import explain_problem
 from .expressions import Domain, Rule, combinations, listed
 from .lookup import database_exists
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState, Value
@@ -28,7 +26,6 @@ from .progress import SweepProgress
 from .space import Family, load_space, names_of
 from .store import Store
 from .sweep import SweepResult, sweep_gpu, sweep_target
-from .worker import Worker
 
 
 def run_sweep(
@@ -36,7 +33,7 @@ def run_sweep(
 ) -> None:
     """Sweep on the GPU at hand, or compile and rank for a target where there is none or one is named; `counts` are the
     calls of a recorded step."""
-    target = _target(options["arch"])
+    target = target_of(options["arch"])
     arguments = {k: str(v) for k, v in options.items()}
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
@@ -69,7 +66,7 @@ def run_sweep(
     console.print(f"database: {database}", soft_wrap=True)
 
 
-def _target(arch: str | None) -> Silicon | None:
+def target_of(arch: str | None) -> Silicon | None:
     """The silicon to compile for, None for the GPU at hand. Raises click.UsageError for an unknown name."""
     import torch
 
@@ -188,7 +185,7 @@ def render_kernel(
     """What is rendered in one line, and the text of its kernel file: `given`, else what would be launched."""
     from .render import rendering
 
-    target = _target(arch) or silicon.query(0)
+    target = target_of(arch) or silicon.query(0)
     config, origin = _given(problem, *given, db, target) if given else _launched(problem, db, target)
     source = rendering(problem, config, op_spec(problem.op), save_rstd=save_rstd)
     return f"{problem.label()}: {config.label()} ({origin})", source.text
@@ -256,35 +253,3 @@ def _launched(problem: Problem, db: Path, target: Silicon) -> tuple[Config, str]
     if config is None:
         raise TunegenError(f"{problem.label()} is answered by torch's own op ({why}); name a family to see its kernel")
     return config, why
-
-
-def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, as_json: bool) -> None:
-    """Print what answers each problem, as text or JSON."""
-    target = _target(arch) or silicon.query(0)
-    if database_exists(db):
-        Store.read(db).close()  # says what is wrong with it, and leaves it where it is
-    found = [explain_problem(db, problem, target) for problem in problems]
-    text = json.dumps([one.as_json() for one in found], indent=2) if as_json else "\n".join(map(str, found))
-    click.echo(text)
-
-
-def try_one(
-    problem: Problem, family: str, given: Mapping[str, Value], arch: str | None, seed: int, as_json: bool
-) -> bool:
-    """Print what becomes of one config, and return whether it is right."""
-    target = _target(arch)
-    with ExitStack() as stack:
-        worker = None if target is not None else stack.enter_context(Worker(0, seed))
-        on = target if worker is None else worker.start().silicon
-        assert on is not None
-        found = attempt(problem, config_of(problem, family, given, on), on, worker)
-    values = found.as_json()
-    if as_json:
-        click.echo(json.dumps(values, indent=2))
-        return found.ok
-    for name, value in values.items():
-        if value not in (None, ""):
-            click.echo(f"{name.replace('_', ' '):>28}  {f'{value:.4g}' if isinstance(value, float) else value}")
-    if worker is None and found.ok:
-        click.echo(f"No GPU: compiled for {on.arch}, neither verified nor timed.")
-    return found.ok

@@ -60,10 +60,13 @@ def load(source: KernelSource) -> ModuleType:
 def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: int) -> Plan:
     """What `config` launches for `rows` rows of `hidden` elements on a GPU with `sms` multiprocessors. Raises
     CompileError, whatever the template's `plan` raises."""
+    given = SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers)
     try:
-        plan: Plan = module.plan(SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers))
+        plan: Plan = module.plan(given)
     except Exception as error:
         template = module.__name__.rpartition(".")[2].rpartition("_")[0]
+        if isinstance(error, AttributeError) and error.obj is given:
+            raise CompileError(f"{template}.py.jinja: its plan needs {error.name}, which no parameter gives") from error
         raise CompileError(f"{template}.py.jinja: {first_line(error)}, for {rows} rows") from error
     return plan
 
@@ -118,9 +121,18 @@ def load_binary(compiled: Any) -> None:
 
 def first_line(error: BaseException) -> str:
     """The most telling single line of an error, with its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = _lines(error)
+    if "^" in lines:  # Triton quotes the kernel down to a caret; what is wrong may stand in the cause of the cause
+        root = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        return f"{type(error).__name__}: {_lines(root)[-1][:300]}, at `{lines[lines.index('^') - 1][:120]}`"
     telling = [line for line in lines if "rror" in line or "assert" in line]
     return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}"
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]
 
 
 def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Resources:
@@ -167,6 +179,8 @@ def expected_classes(
             classes[name] = ArgumentClass(problem.accumulate)
         else:
             classes[name] = integer_class(name, value, problem.hidden)
+    if absent := [name for name in launch.kernel.arg_names if name not in classes]:
+        raise CompileError(f"{launch.kernel.__name__} has an argument {absent[0]}, which no parameter or tensor gives")
     return classes
 
 

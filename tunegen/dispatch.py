@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,8 +69,16 @@ class Rung(NamedTuple):
 class Choice:
     """The config that answers one kind of call on one device; without a config torch's own op does."""
 
-    def __init__(self, problem: Problem, config: Config | None, rung: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        config: Config | None,
+        rung: str,
+        device: torch.device,
+        stored: StoredChoice | None = None,
+    ) -> None:
         self.problem, self.config, self.rung, self.device = problem, config, rung, device
+        self.stored = stored
         self.saves_rstd = config is not None and config.structure.get("RSTD") == "saved"
         self._variants: dict[tuple[bool, float], Variant] = {}
 
@@ -107,11 +115,21 @@ def choose(key: Key) -> Choice:
     choice = _choices.get(key)
     if choice is None:
         problem = key.problem()
-        ladder = _ladder(problem, torch.device("cuda", key.device))
-        choice = next(c for c in ladder if c.config is None or _Demoted(key, c.config) not in _demoted)
+        config, why, stored = next(standing(key, rungs(paths.database(), problem, silicon_of(key.device))))
+        choice = Choice(problem, config, why, torch.device("cuda", key.device), stored)
         LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
         _choices[key] = choice
     return choice
+
+
+def standing(key: Key, ladder: Iterable[Rung]) -> Iterator[Rung]:
+    """The rungs of `ladder` that have not failed `key` in this process."""
+    return (rung for rung in ladder if rung.config is None or _Demoted(key, rung.config) not in _demoted)
+
+
+def remembered(key: Key) -> Choice | None:
+    """The choice that this process has made for `key`, if any: it stays until `forget`, whatever the database says."""
+    return _choices.get(key)
 
 
 def demote(key: Key, choice: Choice, error: Exception) -> None:
@@ -150,12 +168,6 @@ def triton_minor() -> str:
     return "{}.{}".format(*divmod(triton_version(), 100))
 
 
-def _ladder(problem: Problem, device: torch.device) -> Iterator[Choice]:
-    """Every choice that could answer, best first."""
-    for config, why, _ in rungs(paths.database(), problem, silicon_of(device.index)):
-        yield Choice(problem, config, why, device)
-
-
 def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
     """Every config that could answer, best first: measured nearest rows first, the default of this capability, torch's
     own op."""
@@ -173,7 +185,7 @@ def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
         yield Rung(None, f"the gate found the built-in default wrong: {default.label()} ({path})")
     else:
         yield Rung(default, f"built-in default on {silicon.name}")
-        yield Rung(None, "the built-in default does not run")
+        yield Rung(None, "the last resort")
 
 
 def stored_choices(

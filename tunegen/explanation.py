@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import paths
-from .dispatch import Rung, rungs, silicon_of
+from .dispatch import ROWS_REACH, Key, Rung, remembered, rungs, silicon_of, standing
 from .model import TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
 
@@ -26,7 +28,8 @@ class Explanation:
 
     `bucket` is what its rows are looked up by. Of a measured answer: `trial` in the database, `measured_rows`, how many
     times more or fewer rows those are (`apart`), and microseconds there; `expected_us` is the same scaled to the
-    call's bytes, where those are more than latency. `runner_up` would answer next.
+    call's bytes, where those are more than latency. `runner_up` would answer if the answer did not run. `remedy` says
+    how to get a measured answer where there is none.
     """
 
     problem: Problem
@@ -40,32 +43,61 @@ class Explanation:
     expected_us: float | None = None
     runner_up: str | None = None
     runner_up_why: str | None = None
+    runner_up_us: float | None = None
+    remedy: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.problem.label()}: {self.answer}", f"  because: {self.why}"]
+        return "\n".join([self.problem.label(), *(f"  {name:<10}{text}" for name, text in self.facts())])
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values for people."""
+        found = [("answer", self.answer), ("because", self.why)]
         if self.measured_us is not None:
             near = "" if self.apart == 1 else f", {self.apart:g} x away from {self.bucket}"
-            lines.append(f"  measured: {self.measured_us:.2f} us at {self.measured_rows} rows{near}")
+            found.append(("measured", f"{self.measured_us:.2f} us at {self.measured_rows} rows{near}"))
         if self.expected_us is not None:
-            lines.append(f"  expected: {self.expected_us:.2f} us for {self.problem.rows} rows")
+            found.append(("expected", f"{self.expected_us:.2f} us for {self.problem.rows} rows, by its bytes"))
+        elif self.remedy is not None:
+            found.append(("expected", f"unknown; {self.remedy}"))
         if self.runner_up is not None:
-            lines.append(f"  next: {self.runner_up}, {self.runner_up_why}")
-        return "\n".join(lines)
+            took = "" if self.runner_up_us is None else f", {self.runner_up_us:.2f} us there"
+            found.append(("next", f"{self.runner_up}: {self.runner_up_why}{took}"))
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
-def explain_problem(path: Path, problem: Problem, silicon: Silicon) -> Explanation:
-    """What answers calls of `problem` on `silicon`, from the database at `path`. Nothing is compiled or launched."""
+class Explanations(tuple[Explanation, ...]):
+    """Those of one call, forward first; printed, they are text for people."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | None = None) -> Explanation:
+    """What answers calls of `problem` on `silicon`, from the database at `path`. Nothing is compiled or launched.
+
+    With `key`, what this process has done with such calls so far counts: a choice that it has made stays made, and
+    what did not run is left out.
+    """
     bucket = problem.rows_bucket
-    first, *others = islice(_distinct(path, replace(problem, rows=bucket), silicon), 2)
+    ladder = rungs(path, replace(problem, rows=bucket), silicon)
+    first, *others = islice(_distinct(ladder if key is None else _lived(key, ladder)), 2)
     found = Explanation(problem, bucket, _name(first), first.why)
     if others:
-        found = replace(found, runner_up=_name(others[0]), runner_up_why=others[0].why)
+        second = others[0].stored
+        found = replace(
+            found,
+            runner_up=_name(others[0]),
+            runner_up_why=others[0].why,
+            runner_up_us=None if second is None else second.us,
+        )
     if first.stored is None:
-        return found
+        return replace(found, remedy=f"no valid measurement within {ROWS_REACH} x of {bucket} rows: {_sweep(problem)}")
     rows, us = first.stored.rows, first.stored.us
     return replace(
         found,
@@ -77,11 +109,19 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon) -> Explanati
     )
 
 
-def explain(
-    x: Tensor, weight: Tensor | None = None, *, offset: float = 0.0, casting: str = "fp32"
-) -> tuple[Explanation, ...]:
-    """What `rms_norm(x, weight, offset=offset, casting=casting)` would run: forward, and backward where a gradient is
-    wanted.
+def _sweep(problem: Problem) -> str:
+    """The command that measures this problem."""
+    words = [f"tunegen sweep --hidden {problem.hidden} --rows {problem.rows} --direction {problem.direction}"]
+    words += [f"--dtype {problem.x_dtype}"] * (problem.x_dtype != "bf16")
+    words += [f"--weight-dtype {problem.weight_dtype or 'none'}"] * (problem.weight_dtype != problem.x_dtype)
+    words += [f"--casting {problem.casting}"] * (problem.casting != "fp32") + ["--offset"] * problem.offset
+    frozen = problem.direction == "backward" and problem.weight_dtype is not None and not problem.weight_grad
+    return " ".join([*words, *["--frozen-weight"] * frozen])
+
+
+def explain(x: Tensor, weight: Tensor | None = None, *, offset: float = 0.0, casting: str = "fp32") -> Explanations:
+    """What `rms_norm(x, weight, offset=offset, casting=casting)` would run here and now: forward, and backward where a
+    gradient is wanted and `torch.no_grad` is not in force.
 
     Args and errors are those of `tunegen.rms_norm`. Nothing is computed, compiled or remembered.
     """
@@ -89,25 +129,51 @@ def explain(
 
     check(x, weight, 1e-6, offset, casting)
     weight_grad = weight is not None and weight.requires_grad
-    directions = ["forward", *(["backward"] if x.requires_grad or weight_grad else [])]
+    training = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
+    directions = ["forward", *(["backward"] if training else [])]
     found = []
     for direction in directions:
         key = key_of(direction, x, weight, offset, casting, weight_grad and direction == "backward")
         problem = replace(key.problem(), rows=x.numel() // x.shape[-1])
         if has_kernels(x, weight):
-            found.append(explain_problem(paths.database(), problem, silicon_of(key.device)))
+            found.append(explain_problem(paths.database(), problem, silicon_of(key.device), key))
         else:
             found.append(Explanation(problem, key.rows, "torch operators", no_kernels_because(x, weight)))
-    if len(found) == 2 and found[1].answer == TORCH_FAMILY and found[0].answer != TORCH_FAMILY:
-        # Its saved tensors are its own: where torch's backward wins, its forward runs too.
-        found[0] = Explanation(found[0].problem, found[0].bucket, TORCH_FAMILY, "torch's own op answers backward")
-    return tuple(found)
+    return Explanations(with_torch_backward(found, training=training))
 
 
-def _distinct(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
+def with_torch_backward(found: Sequence[Explanation], *, training: bool) -> list[Explanation]:
+    """Its saved tensors are its own: where torch's backward wins, its forward runs too, in `training`; else that is
+    added as a remark."""
+    told = {one.problem.direction: one for one in found}
+    forward, backward = told.get("forward"), told.get("backward")
+    if forward is None or backward is None or backward.answer != TORCH_FAMILY or forward.answer == TORCH_FAMILY:
+        return list(found)
+    if training:
+        forward = Explanation(forward.problem, forward.bucket, TORCH_FAMILY, "torch's own op answers backward")
+    else:
+        remark = "without a gradient; with one torch answers, as it does backward"
+        forward = replace(forward, why=f"{forward.why}, {remark}")
+    return [forward if one.problem.direction == "forward" else one for one in found]
+
+
+def _lived(key: Key, ladder: Iterable[Rung]) -> Iterator[Rung]:
+    """The ladder as it is for this process by now."""
+    choice, standing_rungs = remembered(key), standing(key, ladder)
+    if choice is None:
+        yield from standing_rungs
+        return
+    first = next(standing_rungs)
+    if (first.config, first.why) != (choice.config, choice.rung):
+        yield Rung(choice.config, f"{choice.rung}, as it was when this process first asked", choice.stored)
+    yield first
+    yield from standing_rungs
+
+
+def _distinct(ladder: Iterable[Rung]) -> Iterator[Rung]:
     """The rungs that differ in their answer."""
     seen = set()
-    for rung in rungs(path, problem, silicon):
+    for rung in ladder:
         if rung.config not in seen:
             seen.add(rung.config)
             yield rung

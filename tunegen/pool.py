@@ -30,6 +30,7 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
     """The real thing; runs in a worker process of the pool."""
     from . import compile as compiling
     from .ops import op_spec
+    from .render import template_of
 
     try:
         return compiling.compile_candidate(op_spec(problem.op), problem, config, silicon)
@@ -37,7 +38,7 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
         raise
     except Exception as error:  # whatever a template does when it is imported, planned or bound
         reason = compiling.first_line(error)
-        raise CompileError(f"{problem.direction}_{config.family}.py.jinja: {reason}") from error
+        raise CompileError(f"{template_of(problem, config)}: {reason}") from error
 
 
 @contextmanager

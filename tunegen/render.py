@@ -121,6 +121,11 @@ def _private_folder(reason: str) -> Path:
     return Path(folder)
 
 
+def template_of(problem: Problem, config: Config) -> str:
+    """File name of the template of `config`, or its path where it is a file of its own."""
+    return config.family if config.family.endswith(SUFFIX) else f"{problem.direction}_{config.family}{SUFFIX}"
+
+
 def renderings(problem: Problem, config: Config, spec: OpSpec) -> list[KernelSource]:
     """Every kernel file that may be launched for `config`; the first is the one that is timed. Raises RenderError."""
     family = config.family

@@ -1,0 +1,84 @@
+"""Commands about one call or one config: explain and try."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from . import paths, silicon
+from .attempt import attempt, config_of
+from .commands import target_of
+from .errors import TunegenError
+from .explanation import explain_problem, with_torch_backward
+from .lookup import database_exists
+from .model import Problem, Value
+from .store import Store
+from .worker import Worker
+
+
+def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, console: Console | None) -> None:
+    """Print what answers each problem, as text or, without a console, as JSON."""
+    target = target_of(arch) or silicon.query(0)
+    if database_exists(db):
+        Store.read(db).close()  # says what is wrong with it, and leaves it where it is
+    found = with_torch_backward([explain_problem(db, problem, target) for problem in problems], training=False)
+    if console is None:
+        click.echo(json.dumps([one.as_json() for one in found], indent=2))
+        return
+    for one in found:
+        click.echo(one.problem.label())
+        _print_fields(console, one.facts())
+
+
+def try_one(
+    problem: Problem,
+    family: str,
+    given: Mapping[str, Value],
+    arch: str | None,
+    seed: int,
+    console: Console | None,
+) -> bool:
+    """Print what becomes of one config, as text or, without a console, as JSON; return whether it is right."""
+    target = target_of(arch)
+    if paths.interpreted():
+        raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to try one")
+    with ExitStack() as stack:
+        worker = None if target is not None else stack.enter_context(Worker(0, seed))
+        on = target if worker is None else worker.start().silicon
+        assert on is not None
+        found = attempt(problem, config_of(problem, family, given, on), on, worker)
+    if console is None:
+        click.echo(json.dumps(found.as_json(), indent=2))
+        return found.ok
+    _print_fields(console, ((name, _plain(value)) for name, value in found.facts().items()))
+    if worker is None and found.ok:
+        click.echo(f"{'No GPU: c' if arch is None else 'C'}ompiled for {on.arch}, neither verified nor timed.")
+    return found.ok
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _print_fields(console: Console, fields: Iterable[tuple[str, str]]) -> None:
+    """A name and a value a line; a long value goes on below its beginning, a long word stays whole."""
+    known = [(name, value) for name, value in fields if value]
+    margin = max(len(name) for name, _ in known) + 4
+    for name, value in known:
+        click.echo(
+            textwrap.fill(
+                value,
+                max(console.width, margin + 20),
+                initial_indent=f"  {name}".ljust(margin),
+                subsequent_indent=" " * margin,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
