@@ -536,7 +536,7 @@ def test_killed_sweep_goes_on_where_it_was(bench):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_sweep_says_so_and_goes_on_where_it_was(bench, number):
     left, code, (stdout, stderr) = stopped_after_five(bench, number)
-    assert (code, stderr.strip()) == (1, "Aborted!")
+    assert (code, stderr.strip()) == (130, "tunegen: interrupted")
     assert "the same command goes on from there" in stdout
     assert "Traceback" not in stdout
     with sqlite3.connect(bench.db) as connection:

@@ -34,7 +34,8 @@ DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
 
 
 class _Group(click.Group):
-    """Turns an error of tunegen into one line and exit code 2."""
+    """Turns an error of tunegen into one line and exit code 2, and an interrupt into 130: click would end with 1, which
+    is the verdict of a norm that fails its gates."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -42,6 +43,9 @@ class _Group(click.Group):
         except (TunegenError, UnicodeError) as error:  # an argument may hold bytes that are no text
             click.echo(f"tunegen: {' '.join(str(error).splitlines())}", err=True)
             ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("tunegen: interrupted", err=True)
+            ctx.exit(130)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -268,14 +272,9 @@ def gate(ctx: click.Context, /, **options: Any) -> None:
 
     Example: tunegen gate --steps 1000 --out gates
     """
-    try:
-        from .gates.command import run_gate
+    from .gates.command import run_gate
 
-        passed = run_gate(console_for(options["as_json"]), __version__, **options)
-    except KeyboardInterrupt:  # click would end with 1, the verdict of a norm that fails
-        click.echo("tunegen: interrupted", err=True)
-        ctx.exit(130)
-    ctx.exit(0 if passed else 1)
+    ctx.exit(0 if run_gate(console_for(options["as_json"]), __version__, **options) else 1)
 
 
 if __name__ == "__main__":
