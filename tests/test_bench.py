@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from tunegen.bench import steady_blocks, summarize
+from tunegen.bench import FIRST_BLOCKS, SCREEN_BLOCKS, Bench, merged, rotated, steady_blocks, summarize
+from tunegen.model import Conditions
 
 
 def test_all_blocks_are_kept_while_the_sentinel_is_steady():
@@ -46,3 +49,47 @@ def test_score_survives_a_slower_clock():
 def test_blocks_must_pair():
     with pytest.raises(ValueError, match="shorter"):
         summarize([8.0, 8.0], [10.0])
+
+
+class Fixed(Bench):
+    """A bench whose one candidate takes these times, beside a sentinel of 10 us."""
+
+    def __init__(self, times):
+        self.sentinel, self.times, self.asked = object(), list(times), []
+
+    def replay(self, candidates, blocks):
+        self.asked.append(blocks)
+        return [[self.times.pop(0) for _ in range(blocks)], [10.0] * blocks], [None] * blocks
+
+
+def test_loser_is_dropped_after_the_first_blocks():
+    bench = Fixed([11.0, 10.7, 1.0, 1.0, 1.0, 1.0])
+    assert bench.screen(object(), best=1.0).blocks == (11.0, 10.7)
+    assert bench.asked == [FIRST_BLOCKS]
+
+
+@pytest.mark.parametrize("first", [[10.5, 12.0], [12.0, 10.5], [9.0, 9.0]])
+def test_candidate_that_came_near_the_best_once_gets_all_blocks(first):
+    bench = Fixed([*first, 10.0, 10.0, 10.0, 10.0])
+    assert bench.screen(object(), best=1.0).blocks == (*first, 10.0, 10.0, 10.0, 10.0)
+    assert sum(bench.asked) == SCREEN_BLOCKS
+
+
+def test_first_candidate_gets_all_blocks():
+    assert len(Fixed([50.0] * 6).screen(object(), best=float("inf")).blocks) == SCREEN_BLOCKS
+
+
+def test_rounds_are_merged_block_by_block():
+    hot, cold = Conditions(1980.0, 3201.0, 600.0, 70.0), Conditions(1980.0, 3201.0, 300.0, 50.0)
+    found = merged([summarize([8.0, 9.0], [10.0, 10.0], [hot, hot]), summarize([7.0], [10.0], [cold])])
+    assert (found.us, found.score) == (8.0, pytest.approx(0.8))
+    assert found.blocks == (8.0, 9.0, 7.0)
+    assert found.rounds == (pytest.approx(0.85), pytest.approx(0.7))
+    assert found.conditions == (hot, hot, cold)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_every_candidate_is_first_and_last_as_often_as_any_other(count):
+    orders = [rotated(count, block) for block in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert Counter(o[0] for o in orders) == Counter(o[-1] for o in orders) == dict.fromkeys(range(count), 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +13,8 @@ from fake_gpu import DEFAULT, H200, PROBLEM, make_resources, measurement, templa
 
 from tunegen import paths, render
 from tunegen.errors import CompileError
-from tunegen.evaluate import Session
-from tunegen.model import Plan, Trial, TrialState
+from tunegen.evaluate import COMPILED, Session
+from tunegen.model import Config, Launch, Plan, Resources, Trial, TrialState
 from tunegen.ops import op_spec
 from tunegen.serving import Server
 from tunegen.verify import Verdict
@@ -21,21 +23,38 @@ SPEC = op_spec("rms_norm")
 
 
 class Here(Session):
-    """A session in which nothing is launched: every config is right and takes 8 us."""
+    """A session in which nothing is launched: every config is right and takes 8 us, or what `times` says."""
 
-    def __init__(self):
+    def __init__(self, times=()):
         self.spec, self.problem, self.silicon = SPEC, PROBLEM, H200
-        self.bench = SimpleNamespace(call=lambda variant: variant)
+        self.benches, self.times = [], list(times)
+        self.bench = self._bench()
         self.verdict = Verdict(True, 0.5)
+        self.best, self.timed, self.seconds = math.inf, {}, defaultdict(float)
+        self.grid = (1,)
+
+    def _bench(self):
+        self.benches.append(
+            SimpleNamespace(
+                stream=None,
+                tensors=[],
+                call=lambda variant: variant,
+                capture=lambda call: call,
+                screen=lambda graph, best: self.time(),
+                measure=lambda graphs, blocks: [self.time() for _ in graphs],
+            )
+        )
+        return self.benches[-1]
+
+    def time(self):
+        return measurement(self.times.pop(0) if self.times else 8.0)
 
     def variants(self, config):
-        return [SimpleNamespace(plan=lambda rows: Plan(()))]
+        launch = Launch(SimpleNamespace(__name__="tile"), self.grid)
+        return [SimpleNamespace(plan=lambda rows: Plan((launch,)))]
 
     def verify(self, variants):
         return self.verdict
-
-    def _timed(self, trials, calls, blocks):
-        return [replace(trial, measurement=measurement(8.0)) for trial in trials]
 
 
 @pytest.fixture
@@ -76,6 +95,48 @@ def test_finalist_has_the_digest_of_what_was_launched_and_not_of_what_was_screen
     assert (trial.stage, trial.digest, trial.measurement.us) == ("final", digest, 8.0)
 
 
+SPENT = Resources(32, 0, 1024, "cubin")
+
+
+def test_same_machine_code_and_grid_are_timed_once(digest):
+    session = Here()
+    other = Config.of("tile", {"ROWS": 4, "num_warps": 4})
+    first, second = session.screen(DEFAULT, SPENT), session.screen(other, SPENT)
+    assert (first.state, second.state, second.measurement) == (TrialState.OK, TrialState.DUPLICATE, None)
+    assert DEFAULT.label() in second.reason
+    session.grid = (2,)
+    assert session.screen(other, SPENT).state is TrialState.OK
+    assert session.screen(DEFAULT, replace(SPENT, binary="another")).state is TrialState.OK
+
+
+def test_what_was_found_wrong_or_has_no_known_machine_code_stands_for_no_other(digest):
+    session = Here()
+    other = Config.of("tile", {"ROWS": 4, "num_warps": 4})
+    session.verdict = Verdict(False, 9.0, "y: off")
+    assert [session.screen(c, SPENT).state for c in (DEFAULT, other)] == [TrialState.INCORRECT] * 2
+    session.verdict = Verdict(True, 0.5)
+    assert [session.screen(c, None).state for c in (DEFAULT, other)] == [TrialState.OK] * 2
+
+
+def test_best_score_so_far_is_what_the_next_is_held_against(digest):
+    session, held = Here([9.0, 8.0, 8.5]), []
+    session.bench.screen = lambda graph, best: held.append(best) or session.time()
+    for warps in (1, 2, 4):
+        session.screen(Config.of("tile", {"ROWS": 4, "num_warps": warps}), None)
+    assert held == [math.inf, 0.9, 0.8]
+
+
+def test_finals_take_three_rounds_on_buffers_of_their_own_and_compile_the_formula_once(digest):
+    session = Here([8.0, 20.0, 8.4, 7.9])
+    compiled = Trial(PROBLEM, COMPILED, TrialState.OK, kind="baseline")
+    tile, formula = session.finals([Trial(PROBLEM, DEFAULT, TrialState.OK), compiled])
+    assert tile.measurement.rounds == pytest.approx((0.8, 0.84, 0.79))
+    assert tile.measurement.score == pytest.approx(0.8)
+    assert len(tile.measurement.blocks) == 9
+    assert formula.measurement.rounds == (2.0,)
+    assert len(session.benches) == 3
+
+
 @pytest.fixture
 def server(monkeypatch):
     """One whose CUDA context is whole as long as `faults` is empty."""
@@ -90,6 +151,7 @@ def server(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     found = Server.__new__(Server)
     found.faults = faults
+    found.session = SimpleNamespace(seconds={"timing": 2.0})
     return found
 
 
@@ -103,8 +165,9 @@ def test_what_a_template_raises_is_a_result_and_leaves_the_process_whole(server)
         (TrialState.RUNTIME, "KeyError: 'gamma_ptr'"),
         1000,
         False,
+        {"timing": 2.0},
     )
-    assert server._answer(lambda: "a trial") == ("a trial", 1000, False)
+    assert server._answer(lambda: "a trial") == ("a trial", 1000, False, {})
 
 
 def test_what_breaks_the_context_is_a_result_and_the_process_is_to_be_replaced(server):
@@ -112,4 +175,4 @@ def test_what_breaks_the_context_is_a_result_and_the_process_is_to_be_replaced(s
         server.faults.append("CUDA error: an illegal memory access was encountered")
 
     reason = "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert server._answer(launch) == ((TrialState.CRASHED, reason), 0, True)
+    assert server._answer(launch) == ((TrialState.CRASHED, reason), 0, True, {})

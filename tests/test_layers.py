@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors paths model",
+    "records": "errors paths processes model",
     "inputs": "recorded silicon expressions entries space reference ops.rms_norm_spec ops",
-    "making": "render migrations store sampler",
+    "making": "render migrations records store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
-    "judging": "verify bench estimate",
-    "tuning": "evaluate pool worker serving sweep attempt",
+    "judging": "verify sensors bench ties estimate",
+    "tuning": "evaluate pool worker serving sweep sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
@@ -40,10 +40,10 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation verify bench evaluate "
-    "serving integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
-    "integrations.forwards integrations.patching integrations.recording gates.checks gates.double gates.bf16 "
-    "gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
+    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation verify sensors bench "
+    "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
+    "integrations.hub_kernels integrations.forwards integrations.patching integrations.recording gates.checks "
+    "gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {
     "torch": TORCH,
@@ -51,7 +51,7 @@ HEAVY = {
     "jinja2": "render",
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
-    "sqlite3": "lookup store",
+    "sqlite3": "lookup records store",
     "click": "cli cli_options commands single gates.command",
     "rich": "cli_options commands single progress report gates.command",
     "triton": "",

@@ -35,7 +35,11 @@ def failed(config, state=TrialState.COMPILE, reason="too large", problem=PROBLEM
 
 def finals(us, default=12.0, problem=PROBLEM):
     times = ((DEFAULT, default), (WINNER, us), (TORCH, 30.0), (COMPILED, 24.0))
-    return [timed(config, time, problem, scratch_bytes=512) for config, time in times]
+    judged = {"scratch_bytes": 512, "band": 0.02}
+    return [
+        timed(config, time, problem, **judged, tied=time <= us * 1.02, gains=time * 1.02 < default)
+        for config, time in times
+    ]
 
 
 def lines(*problems_and_times):
@@ -166,8 +170,8 @@ def test_estimates_are_ranked_within_each_problem():
 def test_sentence_says_what_is_gained():
     text = report.sentence(lines((PROBLEM, 8.0), (FEW, 10.0)))
     assert text == (
-        "Gained: 2 of 2 problems are over 2% faster than the built-in default, by 3.00 us a call on average, "
-        "at most 1.50x (forward 1024x4096)."
+        "Gained: 2 of 2 problems are faster than the built-in default, by 3.00 us a call on average, at most 1.50x "
+        "(forward 1024x4096); in the others (=) the difference is within what two measurements of one kernel differ by."
     )
 
 
@@ -181,7 +185,22 @@ def test_sentence_counts_only_what_is_worth_it():
 def test_winner_within_the_noise_of_the_default_is_no_gain(us):
     """H26."""
     text = report.sentence(lines((PROBLEM, us)))
-    assert text == "Not worth it: in 1 problems no tuned choice is over 2% faster than the built-in default."
+    assert text == (
+        "Not worth it: in 1 problems no tuned choice is faster than the built-in default by more than two measurements "
+        "of one kernel differ."
+    )
+
+
+def test_no_gain_is_marked_in_the_table():
+    gain, none = lines((PROBLEM, 8.0), (FEW, 11.9))
+    assert (gain.gains_over_default, none.gains_over_default) == (True, False)
+    assert (none.band, none.tied) == (0.02, (DEFAULT.label(), WINNER.label()))
+    assert [row[-1] for row in shown(report.table([gain, none], 1000))[-2:]] == ["1.50", "1.01="]
+
+
+def test_time_line_names_the_largest_first_and_the_rest():
+    spent = {"timing": 12.4, "verifying": 30.0, "waiting for the compiler": 0.2}
+    assert report.time_line(spent, 50.0) == "Spent 30 s verifying, 12 s timing, 7 s the rest."
 
 
 def test_sentence_where_the_default_has_no_time():

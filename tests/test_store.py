@@ -16,9 +16,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database, Migrations
 
+from tunegen import migrations
 from tunegen.errors import StoreError
-from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
+from tunegen.model import Conditions, Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
 from tunegen.silicon import of_arch
 from tunegen.store import Store
 
@@ -93,6 +95,75 @@ def assert_whole(store):
 
 
 # Trials and their keys
+
+
+def test_samples_have_clocks_power_and_temperature_where_they_are_known(store):
+    known = Conditions(1980.0, 3201.0, 600.0, 70.0)
+    trial = measured(12.0)
+    trial = replace(trial, measurement=replace(trial.measurement, conditions=(known, None, known)))
+    add(store, begin(store), trial)
+    columns = "sm_mhz, memory_mhz, watts, celsius"
+    found = store._connection.execute(f"SELECT {columns} FROM samples ORDER BY block").fetchall()
+    assert found == [tuple(known), (None,) * 4, tuple(known)]
+
+
+def final(us, tied, **changes):
+    return measured(us, stage="final", band=0.01, tied=tied, gains=tied, **changes)
+
+
+def test_tied_finalists_win_by_the_rule_and_torch_comes_last_of_them(store):
+    sweep = begin(store)
+    torch = final(8.0, True, family="torch", parameters={})
+    trials = [torch, final(8.1, True, parameters={"num_warps": 8}), final(8.05, False, parameters={"num_warps": 1})]
+    store.add_all(sweep, trials, 1, "3.8", "2.14")
+    (winner,) = store.winners()
+    assert winner["parameters"] == '{"num_warps": 8}'
+    assert (winner["band"], winner["tied"], winner["gains"]) == (0.01, 1, 1)
+
+
+def test_later_finals_end_the_ties_of_earlier_ones(store):
+    sweep = begin(store)
+    old, new = (final(us, True, parameters={"num_warps": warps}) for us, warps in ((8.0, 1), (8.1, 4)))
+    other = final(8.0, True, problem=replace(PROBLEM, rows=7))
+    store.add_all(sweep, [old], 1, "3.8", "2.14")
+    store.add_all(sweep, [other], 1, "3.8", "2.14")
+    store.add_all(sweep, [new], 1, "3.8", "2.14")
+    assert {(r["rows"], r["parameters"]): (r["tied"], r["gains"]) for r in store.trials()} == {
+        (PROBLEM.rows, old.config.to_json()): (0, 0),
+        (PROBLEM.rows, new.config.to_json()): (1, 1),
+        (7, other.config.to_json()): (1, 1),
+    }
+
+
+def test_trials_that_belong_together_are_stored_together_or_not_at_all(store):
+    with pytest.raises(StoreError, match="CHECK"):
+        store.add_all(begin(store), [final(8.0, True), replace(final(9.0, False), stage="semifinal")], 1, "3.8", "2.14")
+    assert store.trials() == []
+
+
+def test_database_of_the_first_schema_is_brought_up_to_date(tmp_path):
+    """H23: with its trials, which then have no ties."""
+    path = tmp_path / "tune.db"
+    with sqlite3.connect(path) as connection:
+        database = Database(connection)
+        first = Migrations("tunegen")
+        first()(migrations.m001_initial)
+        first.apply(database)
+        connection.execute("INSERT INTO silicon VALUES (1, 'H', 90, 132, 1, 1, 1, 1, 1)")
+        sweep = "1, 1, 'now', 'now', 'finished', '{}', 'h', 1, 'p', '', '', '', '', 0"
+        connection.execute(f"INSERT INTO sweeps VALUES ({sweep})")
+        problem = ("rms_norm", "forward", 4096, 1024, 1024, "bf16", "bf16", "fp32", 0, 0, 0, "contiguous", "fastest")
+        kind = ("cold_graph", "tile", '{"num_warps": 4}', "d", "final", "measured", "ok", "")
+        numbers = (32, 0, 0, "b", 0, 0.5, 8.0, 0.8, 10.0, None, "now")
+        row = (1, 1, 1, "3.8", "2.14", 1, *problem, *kind, *numbers)
+        connection.execute(f"INSERT INTO trials VALUES ({', '.join('?' * len(row))})", row)
+        connection.execute("INSERT INTO samples VALUES (1, 0, 8.0, 10.0)")
+    connection.close()
+    with Store.open(path) as opened:
+        (winner,) = opened.winners()
+        assert (winner["us"], winner["tied"], winner["gains"], winner["tie"]) == (8.0, None, None, 0)
+        add(opened, begin(opened), final(7.0, True))
+        assert [row["us"] for row in opened.trials()] == [8.0, 7.0]
 
 
 def test_trial_comes_back_as_it_went_in(store):

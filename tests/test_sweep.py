@@ -30,13 +30,15 @@ from fake_gpu import (
 from test_pool import alive, wait_until
 
 from tunegen import paths, render, worker
+from tunegen.bench import CONTENDER
 from tunegen.errors import WorkerError
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Config
 from tunegen.ops import op_spec
+from tunegen.pool import CompilePool
 from tunegen.recorded import RecordedCall, Recording
 from tunegen.store import Store
-from tunegen.sweep import FINAL_BAND, FINALISTS, sweep_gpu
+from tunegen.sweep import FINALISTS, sweep_gpu
 
 ALL = [*TILES, *OLD, TORCH]
 FEW = replace(PROBLEM, rows=4)
@@ -127,7 +129,7 @@ def test_every_candidate_is_screened_once_and_the_best_are_timed_again(bench):
     assert sorted(bench.gpu.lines("screen")) == sorted(f"{PROBLEM.label()} {c.label()}" for c in ALL)
     (finals,) = bench.gpu.lines("finals")
     times = sorted(us_of(PROBLEM, c) for c in TILES)
-    near = [c for c in TILES if us_of(PROBLEM, c) <= min(times[0] * (1 + FINAL_BAND), times[FINALISTS - 1])]
+    near = [c for c in TILES if us_of(PROBLEM, c) <= min(times[0] * (1 + CONTENDER), times[FINALISTS - 1])]
     wanted = {*near, DEFAULT, TORCH, COMPILED}
     assert DEFAULT not in near
     assert configs(result.finals) == sorted(c.label() for c in wanted)
@@ -167,6 +169,52 @@ def test_torch_wins_where_it_is_the_fastest(bench):
     bench.gpu.us = {TORCH.label(): 5.0}
     bench.sweep()
     assert bench.winner() == ("torch", {})
+
+
+def test_tie_is_broken_by_the_rule_and_not_by_the_time(bench):
+    """Fewer warps, though a little slower; what is slower than the band does not tie."""
+    fast, near, slow = (TILES[i] for i in (5, 1, 6))
+    assert near.num_warps < fast.num_warps
+    bench.gpu.us, bench.gpu.jitter = {fast.label(): 9.0, near.label(): 9.01, slow.label(): 9.1}, 0.002
+    bench.sweep()
+    assert bench.winner() == family_and_parameters(near)
+    rows = {row["parameters"]: row for row in bench.rows(stage="final", kind="measured")}
+    assert [rows[c.to_json()]["tied"] for c in (fast, near, slow, DEFAULT)] == [1, 1, 0, 0]
+    assert {row["band"] for row in rows.values()} == {rows[fast.to_json()]["band"]} != {0.0}
+
+
+def test_winner_that_is_tied_with_the_default_is_stored_as_no_gain(bench):
+    bench.gpu.us, bench.gpu.jitter = {TILES[1].label(): 8.99, DEFAULT.label(): 9.0}, 0.002
+    result = bench.sweep()
+    (row,) = bench.rows("winners", kind="measured")
+    assert (row["tied"], row["gains"]) == (1, 0)
+    assert {t.gains for t in result.finals if t.config in (TILES[1], DEFAULT)} == {False}
+    bench.db.unlink()
+    bench.gpu.us = {TILES[1].label(): 8.0, DEFAULT.label(): 9.0}
+    bench.sweep()
+    (row,) = bench.rows("winners", kind="measured")
+    assert (row["tied"], row["gains"]) == (1, 1)
+
+
+def test_next_batch_compiles_while_this_one_is_measured(bench, monkeypatch):
+    begin = CompilePool.begin
+
+    def noted(pool, problem, configs):
+        bench.gpu.note(f"begin {len(configs)}")
+        begin(pool, problem, configs)
+
+    monkeypatch.setattr(CompilePool, "begin", noted)
+    bench.sweep()
+    words = [what.split()[0] for _, what in bench.gpu._log()]
+    screened, begun = ([i for i, word in enumerate(words) if word == what] for what in ("screen", "begin"))
+    assert begun[0] < screened[0]  # torch's op, for which the problem is opened
+    assert begun[1] < screened[1]  # the first candidate of the first batch
+
+
+def test_sweep_says_what_its_seconds_were_spent_on(bench):
+    spent = bench.sweep().seconds
+    assert spent.keys() == {"waiting for the compiler", "starting processes", "opening problems"}  # timing is made up
+    assert all(seconds > 0 for seconds in spent.values())
 
 
 def test_every_row_count_is_a_problem_of_its_own(bench):
@@ -552,7 +600,7 @@ def test_finals_before_the_interrupt_are_those_of_a_whole_sweep_after_the_next(b
     assert {row["half"] for row in bench.rows("winners", kind="measured")} == {1}
     bench.sweep([PROBLEM, few])
     assert {row["half"] for row in bench.rows("winners", kind="measured")} == {0}
-    assert [line.split()[1] for line in bench.gpu.lines("finals")] == ["1024x4096", "4x4096", "4x4096"]
+    assert [line.split()[1] for line in bench.gpu.lines("finals")] == ["1024x4096", "4x4096"]
     assert len(bench.gpu.lines("screen")) == 2 * len(ALL)
 
 

@@ -5,7 +5,9 @@ rotate over sets of inputs, outputs and workspace of four times the last-level c
 below about 10 MB a call the data therefore stays in the cache, and microseconds rather than shares should be
 compared). Candidates are timed in interleaved blocks, their order rotated; every block also times a sentinel that
 moves the same bytes without arithmetic. The score is the median over blocks of time / sentinel time, which survives
-clocks, days and machines.
+clocks, days and machines. A screened candidate gets SCREEN_BLOCKS of them, or FIRST_BLOCKS if it lost each of those to
+the best so far. Finalists get FINAL_ROUNDS x FINAL_BLOCKS, each round on buffers of its own: where buffers lie changes
+times by up to a per cent, and only another allocation shows by how much.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .launch import Argument, Variant
-from .model import Config, Measurement, OpSpec, Problem, Scratch
+from .model import Conditions, Config, Measurement, OpSpec, Problem, Scratch
 from .reference import DTYPES
 from .render import render
+from .sensors import Sensor
 
 MAX_SETS = 24
 MAX_CALLS = 48
@@ -30,8 +33,12 @@ WARM_UP_SECONDS = 0.2
 SENTINEL_MOVED = 0.03
 SHARED_WORKSPACE = 256 << 20
 """Bytes: more than four times any last-level cache of today's GPUs, so that it is cold again when its turn comes."""
-SCREEN_BLOCKS = 3
-FINAL_BLOCKS = 20
+FIRST_BLOCKS = 2
+SCREEN_BLOCKS = 6
+CONTENDER = 0.06
+"""A candidate is a contender while it is within this share of the best score: screening blocks are few and noisy."""
+FINAL_ROUNDS = 3
+FINAL_BLOCKS = 8
 
 Call = Callable[[int], object]
 """`call(i)` runs the op once on input set i."""
@@ -54,6 +61,7 @@ class Bench:
     ) -> None:
         self.spec, self.problem, self.device, self.sms = spec, problem, device, sms
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.sensor = Sensor(device)
         nbytes = spec.bytes_moved(problem)
         self.sets = max(2, min(MAX_SETS, -(-4 * l2_bytes // nbytes)))
         wanted = max(self.sets, min(MAX_CALLS, int(REPLAY_SECONDS / max(nbytes / 4e12, 3e-6))))
@@ -128,31 +136,50 @@ class Bench:
         return Timed(graph, self.calls, call)
 
     def time(self, candidates: Sequence[Timed], blocks: int) -> list[list[float]]:
-        """Microseconds a call, per candidate and block; each block replays every candidate once, the order rotated."""
+        """Microseconds a call, per candidate and block."""
+        return self.replay(candidates, blocks)[0]
+
+    def replay(self, candidates: Sequence[Timed], blocks: int) -> tuple[list[list[float]], list[Conditions | None]]:
+        """Microseconds a call, per candidate and block, and what the GPU was like after each block, which replays
+        every candidate once, the order rotated."""
         times: list[list[float]] = [[] for _ in candidates]
-        count = len(candidates)
+        conditions = []
         with torch.cuda.stream(self.stream):
             for block in range(blocks):
-                order = [(block + k) % count for k in range(count)]
-                if block % 2:
-                    order.reverse()
-                marks = []
-                for number in order:
-                    begin, end = _event(), _event()
-                    begin.record(self.stream)
-                    candidates[number].graph.replay()
-                    end.record(self.stream)
-                    marks.append((number, begin, end))
+                marks = [(number, self._replay(candidates[number])) for number in rotated(len(candidates), block)]
                 self.stream.synchronize()
-                for number, begin, end in marks:
+                conditions.append(self.sensor.read())
+                for number, (begin, end) in marks:
                     times[number].append(begin.elapsed_time(end) * 1e3 / candidates[number].calls)
-        return times
+        return times, conditions
+
+    def _replay(self, candidate: Timed) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        begin, end = _event(), _event()
+        begin.record(self.stream)
+        candidate.graph.replay()
+        end.record(self.stream)
+        return begin, end
 
     def measure(self, candidates: Sequence[Timed], blocks: int) -> list[Measurement]:
         """Time candidates beside the sentinel; blocks whose sentinel moved are dropped, half of them at most."""
-        *times, sentinel = self.time([*candidates, self.sentinel], blocks)
+        (*times, sentinel), conditions = self.replay([*candidates, self.sentinel], blocks)
         kept = steady_blocks(sentinel)
-        return [summarize([t[b] for b in kept], [sentinel[b] for b in kept]) for t in times]
+        left = [sentinel[b] for b in kept], [conditions[b] for b in kept]
+        return [summarize([t[b] for b in kept], *left) for t in times]
+
+    def screen(self, candidate: Timed, best: float) -> Measurement:
+        """Time one candidate; `best` is the best score so far."""
+        first = self.measure([candidate], FIRST_BLOCKS)[0]
+        if min(ratios(first)) > best * (1 + CONTENDER):
+            return first
+        return merged([first, self.measure([candidate], SCREEN_BLOCKS - FIRST_BLOCKS)[0]])
+
+
+def rotated(count: int, block: int) -> list[int]:
+    """The order of `count` candidates in a block: pairs of blocks begin with another one each, and the second runs
+    backwards, so that each candidate is first, and last, as often as any other."""
+    order = [(block // 2 + k) % count for k in range(count)]
+    return order[::-1] if block % 2 else order
 
 
 def _event() -> torch.cuda.Event:
@@ -168,13 +195,30 @@ def steady_blocks(sentinel: Sequence[float]) -> list[int]:
     return sorted(by_distance[: max(steady, -(-len(sentinel) // 2))])
 
 
-def summarize(blocks: Sequence[float], sentinel: Sequence[float]) -> Measurement:
+def summarize(
+    blocks: Sequence[float], sentinel: Sequence[float], conditions: Sequence[Conditions | None] = ()
+) -> Measurement:
     """Medians over the kept blocks."""
-    ratios = [b / s for b, s in zip(blocks, sentinel, strict=True)]
     return Measurement(
         us=statistics.median(blocks),
-        score=statistics.median(ratios),
+        score=statistics.median(b / s for b, s in zip(blocks, sentinel, strict=True)),
         sentinel_us=statistics.median(sentinel),
         blocks=tuple(blocks),
         sentinel_blocks=tuple(sentinel),
+        conditions=tuple(conditions),
     )
+
+
+def ratios(found: Measurement) -> list[float]:
+    """Time over the sentinel's time, block by block."""
+    return [b / s for b, s in zip(found.blocks, found.sentinel_blocks, strict=True)]
+
+
+def merged(rounds: Sequence[Measurement]) -> Measurement:
+    """All blocks of several rounds as one measurement, with the score of each round."""
+    whole = summarize(
+        [b for one in rounds for b in one.blocks],
+        [s for one in rounds for s in one.sentinel_blocks],
+        [c for one in rounds for c in one.conditions],
+    )
+    return replace(whole, rounds=tuple(one.score for one in rounds))

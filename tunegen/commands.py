@@ -25,7 +25,8 @@ from .ops import op_spec
 from .progress import SweepProgress
 from .space import Family, load_space, names_of
 from .store import Store
-from .sweep import SweepResult, sweep_gpu, sweep_target
+from .sweep import SweepResult, sweep_gpu
+from .sweep_target import sweep_target
 
 
 def run_sweep(
@@ -53,13 +54,30 @@ def run_sweep(
         if target is None
         else _estimated(trials, target, console)
     )
-    failures = progress.failures
-    seconds = time.monotonic() - began
+    spent = result.seconds if target is None else {}
+    _end(found, progress.failures, spent, time.monotonic() - began, console, options)
+
+
+def _end(
+    found: dict[str, Any],
+    failures: Sequence[Trial],
+    spent: Mapping[str, float],
+    seconds: float,
+    console: Console,
+    options: dict[str, Any],
+) -> None:
+    """What failed, what the time was spent on, the summary and where it is all kept; or all of it as JSON."""
     for line in report.failure_lines(failures):
         console.print(line, soft_wrap=True)
+    if spent:
+        console.print(report.time_line(spent, seconds), soft_wrap=True)
     database = str(options["db"].absolute())
     if options["as_json"]:
-        rest = {"database": database, "seconds": round(seconds, 1), "failures": report.failures_as_json(failures)}
+        times = {
+            "seconds": round(seconds, 1),
+            "seconds_spent": {what: round(value, 2) for what, value in spent.items()},
+        }
+        rest = {"database": database, **times, "failures": report.failures_as_json(failures)}
         click.echo(json.dumps({**found, **rest}, indent=2))
         return
     console.print(f"{found['summary']} {seconds:.0f} s.", soft_wrap=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -137,7 +139,7 @@ def _lines(error: BaseException) -> list[str]:
 
 def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Resources:
     """Compile all kernels that `config` may launch for `problem`, with no GPU; resources of the first rendering's
-    main kernel.
+    main kernel, and the digest of all binaries together.
 
     Every tensor counts as contiguous and aligned, as when it is timed. Raises CompileError, also for more shared
     memory than the silicon has.
@@ -148,12 +150,15 @@ def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: S
 
     target = GPUTarget("cuda", silicon.capability, 32)
     worst: Resources | None = None
+    binaries = hashlib.sha256()
     for number, source in enumerate(renderings(problem, config, spec)):
         module = load(source)
         plan = make_plan(module, config, problem.hidden, problem.rows, silicon.sms)
         for launch in plan.launches:
             classes = expected_classes(spec, problem, config, plan, launch)
-            found = resources(compile_launch(launch, config, classes, target))
+            compiled = compile_launch(launch, config, classes, target)
+            binaries.update(compiled.asm.get("cubin", compiled.hash.encode()))
+            found = resources(compiled)
             if found.shared_bytes > silicon.shared_limit:
                 raise CompileError(
                     f"{launch.kernel.__name__}: {found.shared_bytes} bytes of shared memory a program, "
@@ -162,7 +167,7 @@ def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: S
             if number == 0 and (worst is None or (found.spill_bytes or 0) > (worst.spill_bytes or 0)):
                 worst = found
     assert worst is not None
-    return worst
+    return replace(worst, binary=binaries.hexdigest())
 
 
 def expected_classes(
@@ -190,9 +195,9 @@ def resources(compiled: Any) -> Resources:
     shared = int(compiled.metadata.shared)
     path = next((p for n, p in compiled.metadata_group.items() if n.endswith(".cubin")), None)
     if path is None:
-        return Resources(None, None, shared, compiled.hash)
+        return Resources(None, None, shared)
     registers, spilled = _resource_usage(str(path))
-    return Resources(registers, spilled, shared, compiled.hash)
+    return Resources(registers, spilled, shared)
 
 
 @lru_cache(maxsize=8192)

@@ -4,17 +4,21 @@ process."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .bench import FINAL_BLOCKS, SCREEN_BLOCKS, Bench, Call, Timed
+from .bench import FINAL_BLOCKS, FINAL_ROUNDS, Bench, Call, Timed, merged
 from .dispatch import ROWS_REACH
 from .errors import CompileError
 from .launch import Variant
-from .model import TORCH_FAMILY, Config, Problem, Resources, Silicon, Trial, TrialState
+from .model import TORCH_FAMILY, Config, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .render import combined_digest, renderings
 from .verify import Gate, Verdict, variant_runner
@@ -25,15 +29,29 @@ COMPILED = Config("torch.compile")
 may not."""
 
 
+Make = Callable[[Bench], Call]
+"""Calls of a candidate on the buffers of a bench."""
+
+Machine = tuple[str, str]
+"""What a candidate does, down to the machine: the digest of its binaries, and its grids and workspace as text."""
+
+
 class Session:
-    """A problem opened on a GPU: its gate and its bench, used for every candidate in turn."""
+    """A problem opened on a GPU: its gate and its bench, used for every candidate in turn. `seconds` says what it has
+    spent them on."""
 
     def __init__(self, problem: Problem, silicon: Silicon, device: torch.device, seed: int) -> None:
         self.spec = op_spec(problem.op)
-        self.problem, self.silicon, self.device = problem, silicon, device
+        self.problem, self.silicon, self.device, self.seed = problem, silicon, device, seed
         self.gate = Gate(self.spec, problem, device, seed, ROWS_REACH)
         torch.cuda.empty_cache()  # the references took twice what is left of them
-        self.bench = Bench(self.spec, problem, device, silicon.l2_bytes, silicon.sms, seed)
+        self.bench = self._bench()
+        self.best = math.inf
+        self.timed: dict[Machine, Config] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def _bench(self) -> Bench:
+        return Bench(self.spec, self.problem, self.device, self.silicon.l2_bytes, self.silicon.sms, self.seed)
 
     def variants(self, config: Config) -> list[Variant]:
         """Every rendering that may be launched for `config`; the first is the one that is timed."""
@@ -52,14 +70,21 @@ class Session:
         trial = replace(trial, digest=combined_digest(self.problem, config, self.spec))
         try:
             variants = self.variants(config)
-            trial = replace(trial, scratch_bytes=variants[0].plan(self.problem.rows).scratch_bytes())
+            plan = variants[0].plan(self.problem.rows)
+            trial = replace(trial, scratch_bytes=plan.scratch_bytes())
+            machine = (resources.binary if resources else "", work_of(plan))
+            if machine in self.timed:
+                reason = f"the same machine code and grid as {self.timed[machine].label()}, which was timed"
+                return replace(trial, state=TrialState.DUPLICATE, reason=reason)
             verdict = self.verify(variants)
         except CompileError as error:
             return replace(trial, state=TrialState.COMPILE, reason=str(error))
         trial = replace(trial, error_ulp=_finite(verdict.error_ulp))
         if not verdict.ok:
             return replace(trial, state=TrialState.INCORRECT, reason=verdict.reason)
-        return self._timed([trial], [self.bench.call(variants[0])], SCREEN_BLOCKS)[0]
+        if machine[0]:
+            self.timed[machine] = config
+        return self._screened(trial, lambda bench: bench.call(variants[0]))
 
     def _screen_torch(self, trial: Trial) -> Trial:
         """torch's own op competes if it passes the gate; if not, it is timed as a baseline all the same."""
@@ -70,45 +95,76 @@ class Session:
             reason=verdict.reason,
             kind="measured" if verdict.ok else "baseline",
         )
-        return self._timed([trial], [self._torch_bench(self.spec.torch_call)], SCREEN_BLOCKS)[0]
+        return self._screened(trial, _calls_of(self.spec.torch_call, self.problem))
 
     def verify(self, variants: Sequence[Variant]) -> Verdict:
         """The gate over every rendering; the first failure decides."""
         worst = Verdict(True, 0.0)
-        for variant in variants:
-            outputs = self._wanted(rstd=variant.source.flags.get("save_rstd", False))
-            verdict = self.gate.check(variant_runner(self.spec, variant), outputs)
-            if not verdict.ok:
-                return verdict
-            worst = max(worst, verdict, key=lambda v: v.error_ulp)
+        with self._spending("verifying"):
+            for variant in variants:
+                outputs = self._wanted(rstd=variant.source.flags.get("save_rstd", False))
+                verdict = self.gate.check(variant_runner(self.spec, variant), outputs)
+                if not verdict.ok:
+                    return verdict
+                worst = max(worst, verdict, key=lambda v: v.error_ulp)
         return worst
 
     def finals(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Time finalists side by side in many blocks; they are verified again first, since this is another process."""
+        """Time finalists side by side in rounds of many blocks, each round on buffers of its own; they are verified
+        again first, since this is another process."""
         good: list[Trial] = []
-        calls: list[Call] = []
+        makes: list[Make] = []
         for trial in trials:
             if trial.config.family in (TORCH.family, COMPILED.family):
-                make = self.spec.torch_call if trial.config == TORCH else self.spec.compiled_call
-                calls.append(self._torch_bench(make))
+                call = self.spec.torch_call if trial.config == TORCH else self.spec.compiled_call
+                makes.append(_calls_of(call, self.problem))
             else:
                 variants = self.variants(trial.config)
                 if not self.verify(variants).ok:
                     continue
                 trial = replace(trial, digest=combined_digest(self.problem, trial.config, self.spec))
-                calls.append(self.bench.call(variants[0]))
+                makes.append(partial(_calls_of_variant, variants[0]))
             good.append(replace(trial, stage="final"))
-        return self._timed(good, calls, FINAL_BLOCKS)
+        rounds: list[list[Measurement]] = [[] for _ in good]
+        for number in range(FINAL_ROUNDS):
+            if number:
+                self._renew()
+            # Compiling the formula takes seconds, and a baseline ties with nobody: one round is enough for it.
+            playing = [i for i, trial in enumerate(good) if not number or trial.config != COMPILED]
+            for i, measurement in zip(playing, self._round([makes[i] for i in playing]), strict=True):
+                rounds[i].append(measurement)
+        return [replace(trial, measurement=merged(own)) for trial, own in zip(good, rounds, strict=True)]
 
-    def _timed(self, trials: Sequence[Trial], calls: Sequence[Call], blocks: int) -> list[Trial]:
-        graphs: list[Timed] = [self.bench.capture(call) for call in calls]
-        found = self.bench.measure(graphs, blocks)
-        return [replace(t, measurement=m) for t, m in zip(trials, found, strict=True)]
+    def _renew(self) -> None:
+        """Another bench, whose buffers lie elsewhere."""
+        with self._spending("capturing graphs"):
+            del self.bench
+            torch.cuda.empty_cache()
+            self.bench = self._bench()
 
-    def _torch_bench(self, make: Callable[..., Callable[[], object]]) -> Call:
-        with torch.cuda.stream(self.bench.stream):
-            calls = [make(self.problem, tensors) for tensors in self.bench.tensors]
-        return lambda i: calls[i]()
+    def _round(self, makes: Sequence[Make]) -> list[Measurement]:
+        graphs = [self._captured(make) for make in makes]
+        with self._spending("timing"):
+            return self.bench.measure(graphs, FINAL_BLOCKS)
+
+    def _screened(self, trial: Trial, make: Make) -> Trial:
+        graph = self._captured(make)
+        with self._spending("timing"):
+            found = self.bench.screen(graph, self.best)
+        self.best = min(self.best, found.score)
+        return replace(trial, measurement=found)
+
+    def _captured(self, make: Make) -> Timed:
+        with self._spending("capturing graphs"):
+            return self.bench.capture(make(self.bench))
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
 
     def _torch_runner(self, problem: Problem, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.spec.torch_call(problem, dict(tensors))().items():
@@ -117,6 +173,27 @@ class Session:
     def _wanted(self, rstd: bool) -> frozenset[str]:
         outputs = frozenset(n for n, t in self.spec.tensors(self.problem).items() if t.role == "output")
         return outputs if rstd else outputs - {"rstd"}
+
+
+def work_of(plan: Plan) -> str:
+    """Grids, arguments and workspace of a plan as text; kernels by name, since each rendering has its own."""
+    launches = [(launch.kernel.__name__, *launch[1:]) for launch in plan.launches]
+    return repr((launches, dict(plan.scratch)))
+
+
+def _calls_of_variant(variant: Variant, bench: Bench) -> Call:
+    return bench.call(variant)
+
+
+def _calls_of(make: Callable[..., Callable[[], object]], problem: Problem) -> Make:
+    """Calls of a form of the op that binds its tensors."""
+
+    def bind(bench: Bench) -> Call:
+        with torch.cuda.stream(bench.stream):
+            calls = [make(problem, tensors) for tensors in bench.tensors]
+        return lambda i: calls[i]()
+
+    return bind
 
 
 def _finite(error: float) -> float | None:

@@ -27,7 +27,7 @@ logger = logging.getLogger("tunegen")
 _WAIT_SECONDS = 0.12
 _warned: set[str] = set()
 _PROBLEM = tuple(field.name for field in fields(Problem) if field.name != "rows")
-_ORDER = "final DESC, cost, spills, warps, parameters, family, id"
+_ORDER = "final DESC, tie DESC, rank, spills, warps, parameters, family, id"
 _COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half")
 _KEY = "silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol AND " + " AND ".join(
     f"{name} = :{name}" for name in _PROBLEM

@@ -1,23 +1,13 @@
-"""The database's schema as named steps, and the rows that records become in it.
+"""The database's schema as named steps.
 
-A released step is never edited; a change of schema is a new step, and the rows follow. Apply the steps only through
+A released step is never edited; a change of schema is a new step, and `rows` follows. Apply the steps only through
 `Store.open`: `Migrations.apply` creates its own table outside any transaction and opens plain BEGINs, so the store
 puts all of it into one BEGIN IMMEDIATE, inside which sqlite-utils falls back to savepoints.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
-from datetime import datetime, timezone
-from typing import Any
-
 from sqlite_utils import Database, Migrations
-
-from .errors import StoreError
-from .model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
-from .silicon import FACTS
 
 migrations = Migrations("tunegen")
 
@@ -112,14 +102,17 @@ _PROBLEM_SQL = (
 )
 _KEY = f"CREATE UNIQUE INDEX trials_key ON trials ({_PROBLEM_SQL}, family, parameters, digest, stage, kind)"
 
+_COST = "CASE trials.kind WHEN 'estimated' THEN trials.estimate_us ELSE trials.score END"
+
+
 # Every trial that may win, with what decides: `final` stage before `screen` (measured with more care), then the least
 # `cost`, then the tie-breakers `spills` and `warps`. json_valid stands before json_extract, which would fail the whole
 # query on one unreadable row.
-_CANDIDATES = """
+def _candidates(further: str = "") -> str:
+    return f"""
 CREATE VIEW candidates AS
 SELECT trials.*, silicon.name AS silicon, silicon.capability AS capability, sweeps.state <> 'finished' AS half,
-    trials.stage = 'final' AS final,
-    CASE trials.kind WHEN 'estimated' THEN trials.estimate_us ELSE trials.score END AS cost,
+    trials.stage = 'final' AS final, {_COST} AS cost,{further}
     coalesce(trials.spill_bytes, 0) AS spills,
     CASE WHEN json_valid(trials.parameters)
         THEN coalesce(json_extract(trials.parameters, '$.num_warps'), 4) END AS warps
@@ -130,142 +123,50 @@ WHERE trials.state = 'ok'
     AND CASE trials.kind WHEN 'measured' THEN trials.score WHEN 'estimated' THEN trials.estimate_us END IS NOT NULL
     AND CASE WHEN json_valid(trials.parameters) THEN json_type(trials.parameters) = 'object' ELSE 0 END"""
 
+
+_BREAKERS = "spills, warps, parameters, family, id"
+
+
 # The one best of each problem. A reader's filter on columns of PARTITION BY is pushed down to the index.
-_WINNERS = f"""
+def _winners(order: str) -> str:
+    return f"""
 CREATE VIEW winners AS
 SELECT * FROM (
-    SELECT *, row_number() OVER (
-        PARTITION BY {_PROBLEM_SQL}, kind
-        ORDER BY final DESC, cost, spills, warps, parameters, family, id
-    ) AS place FROM candidates
+    SELECT *, row_number() OVER (PARTITION BY {_PROBLEM_SQL}, kind ORDER BY {order}) AS place FROM candidates
 ) WHERE place = 1"""
+
+
+# Among tied finalists the time says nothing: torch's op comes last of them, then the tie-breakers decide.
+_TIE = """
+    coalesce(trials.tied, 0) AS tie,
+    CASE WHEN trials.tied THEN trials.family = 'torch' ELSE {cost} END AS rank,"""
+_ORDER = f"final DESC, tie DESC, rank, {_BREAKERS}"
+_TIES = """
+ALTER TABLE trials ADD COLUMN band REAL
+ALTER TABLE trials ADD COLUMN tied INTEGER
+ALTER TABLE trials ADD COLUMN gains INTEGER
+ALTER TABLE samples ADD COLUMN sm_mhz REAL
+ALTER TABLE samples ADD COLUMN memory_mhz REAL
+ALTER TABLE samples ADD COLUMN watts REAL
+ALTER TABLE samples ADD COLUMN celsius REAL
+DROP VIEW winners
+DROP VIEW candidates"""
 
 
 def m001_initial(db: Database) -> None:
     """Tables silicon, sweeps, trials, samples; views candidates and winners."""
-    for statement in (_SILICON_SQL, _SWEEPS, _TRIALS, _SAMPLES, _KEY, _CANDIDATES, _WINNERS):
+    views = _candidates(), _winners(f"final DESC, cost, {_BREAKERS}")
+    for statement in (_SILICON_SQL, _SWEEPS, _TRIALS, _SAMPLES, _KEY, *views):
         db.execute(statement)
 
 
-STEPS = (m001_initial,)
+def m002_ties(db: Database) -> None:
+    """The band of a problem's finals, who is tied and who gains; clocks, power and temperature of each sample."""
+    views = _candidates(_TIE.format(cost=_COST)), _winners(_ORDER)
+    for statement in (*_TIES.strip().splitlines(), *views):
+        db.execute(statement)
+
+
+STEPS = (m001_initial, m002_ties)
 for _step in STEPS:
     migrations()(_step)
-
-PROBLEM = tuple(field.name for field in fields(Problem))
-SILICON = ("name", *FACTS)
-KEY = ("silicon_id", "triton", "protocol", *PROBLEM, "family", "parameters", "digest", "stage", "kind")
-RESOURCES = ("registers", "spill_bytes", "shared_bytes", "binary")
-MEASUREMENT = ("us", "score", "sentinel_us")
-LOADED = (
-    *("family", "parameters", "digest", "stage", "state", "reason", "scratch_bytes", "error_ulp", "estimate_us"),
-    *RESOURCES,
-    *MEASUREMENT,
-)
-
-
-@dataclass(frozen=True)
-class StoredTrial(Trial):
-    """A trial as the database holds it, with the number of its row."""
-
-    id: int = 0
-
-
-def now() -> str:
-    """The time in UTC, as all rows hold it."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def plain(name: str, value: object) -> object:
-    """A value as its column holds it."""
-    if value is None and name == "weight_dtype":
-        return ""
-    if isinstance(value, TrialState):
-        return value.value
-    return int(value) if isinstance(value, bool) else value
-
-
-def equal(names: Iterable[str], prefix: str = "") -> str:
-    """SQL that each column has the value of the same name, NULL too."""
-    return " AND ".join(f"{prefix}{name} IS :{name}" for name in names) or "1"
-
-
-def insert(table: str, columns: Collection[str], conflict: Collection[str] = ()) -> str:
-    """SQL that inserts values named as their columns, over the row with the same `conflict` columns if there is one."""
-    sql = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
-    if conflict:
-        sql += f" ON CONFLICT ({', '.join(conflict)}) DO UPDATE SET "
-        sql += ", ".join(f"{name} = excluded.{name}" for name in columns)
-    return sql
-
-
-def silicon_row(silicon: Silicon) -> dict[str, object]:
-    """The columns that tell one row of `silicon` from another."""
-    return {name: getattr(silicon, name) for name in SILICON}
-
-
-def problem_row(problem: Problem) -> dict[str, object]:
-    """The columns of `trials` that say which problem it is."""
-    return {name: plain(name, getattr(problem, name)) for name in PROBLEM}
-
-
-def trial_row(trial: Trial) -> dict[str, object]:
-    """The columns of `trials` that the trial itself fills."""
-    resources, measured = trial.resources, trial.measurement
-    return {
-        **problem_row(trial.problem),
-        "rows_bucket": trial.problem.rows_bucket,
-        "family": trial.config.family,
-        "parameters": trial.config.to_json(),
-        "digest": trial.digest,
-        "stage": trial.stage,
-        "kind": trial.kind,
-        "state": trial.state.value,
-        "reason": trial.reason.encode("utf-8", "replace").decode(),
-        **{name: getattr(resources, name, None) for name in RESOURCES},
-        **{name: getattr(measured, name, None) for name in MEASUREMENT},
-        "scratch_bytes": trial.scratch_bytes,
-        "error_ulp": trial.error_ulp,
-        "estimate_us": trial.estimate_us,
-        "created": now(),
-    }
-
-
-def samples_of(trial: Trial) -> list[tuple[int, float, float]]:
-    """Block, time and sentinel's time of each sample. Raises StoreError when they do not pair."""
-    if trial.measurement is None:
-        return []
-    blocks, sentinels = trial.measurement.blocks, trial.measurement.sentinel_blocks
-    if len(blocks) != len(sentinels):
-        raise StoreError(f"{trial.config.label()}: {len(blocks)} samples and {len(sentinels)} of the sentinel")
-    return [(block, *pair) for block, pair in enumerate(zip(blocks, sentinels, strict=True))]
-
-
-def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> StoredTrial | None:
-    """The trial of a row, repeated once a sample; None when it is unreadable."""
-    row = rows[0]
-    try:
-        config, state = Config.of(row["family"], json.loads(row["parameters"])), TrialState(row["state"])
-    except (ValueError, TypeError, AttributeError):
-        return None
-    pairs = [(r["block_us"], r["block_sentinel_us"]) for r in rows if r["block_us"] is not None]
-    blocks, sentinels = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
-    measurement, resources = None, None
-    if all(row[name] is not None for name in MEASUREMENT):
-        measurement = Measurement(row["us"], row["score"], row["sentinel_us"], blocks, sentinels)
-    if row["shared_bytes"] is not None:
-        resources = Resources(row["registers"], row["spill_bytes"], row["shared_bytes"], row["binary"] or "")
-    return StoredTrial(
-        problem=problem,
-        config=config,
-        state=state,
-        digest=row["digest"],
-        kind=kind,
-        stage=row["stage"],
-        reason=row["reason"],
-        resources=resources,
-        scratch_bytes=row["scratch_bytes"],
-        error_ulp=row["error_ulp"],
-        measurement=measurement,
-        estimate_us=row["estimate_us"],
-        id=row["id"],
-    )

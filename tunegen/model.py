@@ -14,7 +14,7 @@ DIRECTIONS = ("forward", "backward")
 TORCH_FAMILY = "torch"
 """The family of torch's own op, which competes with the templates."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the way time is measured (`bench`); stored with every trial, a part of the key."""
 
 Value = int | str
@@ -31,6 +31,7 @@ class TrialState(str, enum.Enum):
     INCORRECT = "incorrect"
     TIMEOUT = "timeout"
     CRASHED = "crashed"
+    DUPLICATE = "duplicate"
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiler spent on a kernel: registers and spilled bytes a thread, shared memory a program, in bytes."""
+    """What the compiler spent on a kernel: registers and spilled bytes a thread, shared memory a program, in bytes.
+    `binary` is a digest of the machine code of all kernels of a call."""
 
     registers: int | None
     spill_bytes: int | None
@@ -208,22 +210,40 @@ class Silicon:
         return f"sm_{self.capability}"
 
 
+class Conditions(NamedTuple):
+    """What the GPU was like right after a block: clocks in MHz, power in watts, temperature in degrees Celsius; None
+    where the driver does not say."""
+
+    sm_mhz: float | None
+    memory_mhz: float | None
+    watts: float | None
+    celsius: float | None
+
+
 @dataclass(frozen=True)
 class Measurement:
     """GPU time of one candidate. Times in microseconds a call; `blocks` are the raw block medians, `sentinel_blocks`
     those of the sentinel measured in the same blocks; `score` is the median of their ratios (1.0 = as fast as the
-    sentinel)."""
+    sentinel). `rounds` are the scores of rounds with buffers of their own, `conditions` those of each block, where a
+    sensor tells them."""
 
     us: float
     score: float
     sentinel_us: float
     blocks: tuple[float, ...]
     sentinel_blocks: tuple[float, ...]
+    rounds: tuple[float, ...] = ()
+    conditions: tuple[Conditions | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and what became of it."""
+    """A candidate and what became of it.
+
+    In the finals `band` is the share by which the same kernel of this problem, measured twice, differs; `tied` says
+    whether the trial is within that of the best, and `gains` whether it beats both the built-in default and torch's own
+    op by more.
+    """
 
     problem: Problem
     config: Config
@@ -237,6 +257,9 @@ class Trial:
     error_ulp: float | None = None
     measurement: Measurement | None = None
     estimate_us: float | None = None
+    band: float | None = None
+    tied: bool | None = None
+    gains: bool | None = None
 
 
 class Tensor(NamedTuple):

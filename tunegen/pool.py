@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class than the builtin on Python 3.10
@@ -24,6 +25,9 @@ Outcome = Resources | tuple[TrialState, str]
 """What a candidate needs, or why it does not compile."""
 
 Compile = Callable[[Problem, Config, Silicon], Resources]
+
+Kernel = tuple[Problem, Config]
+"""A config, and its problem at 0 rows."""
 
 
 def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Resources:
@@ -68,8 +72,8 @@ def follow_parent() -> None:
 
 
 class CompilePool:
-    """Compiles batches of configs and remembers them; what a config compiles to does not depend on the number of
-    rows."""
+    """Compiles configs and remembers them; what a config compiles to does not depend on the number of rows. `waited`
+    are the seconds that a caller spent waiting."""
 
     def __init__(
         self,
@@ -80,7 +84,9 @@ class CompilePool:
     ) -> None:
         self.silicon, self.compile_one, self.deadline = silicon, compile_one, deadline
         self.workers = workers or len(os.sched_getaffinity(0))
-        self._known: dict[tuple[Problem, Config], Outcome] = {}
+        self.waited = 0.0
+        self._known: dict[Kernel, Outcome] = {}
+        self._begun: dict[Kernel, Future[Resources]] = {}
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> CompilePool:
@@ -92,18 +98,27 @@ class CompilePool:
         else:
             self._kill()
 
+    def begin(self, problem: Problem, configs: Sequence[Config]) -> None:
+        """Start to compile configs that `compile` will be asked for, while the caller does something else."""
+        for config in configs:
+            kernel = replace(problem, rows=0), config
+            if kernel not in self._known and (kernel not in self._begun or _is_lost(self._begun[kernel])):
+                self._begun[kernel] = self._submit(problem, config)
+
     def compile(self, problem: Problem, configs: Sequence[Config]) -> Iterator[tuple[Config, Outcome]]:
         """Yield each config with its outcome, in the order given, as soon as that is known."""
-        key = replace(problem, rows=0)
-        futures = {c: self._submit(problem, c) for c in configs if (key, c) not in self._known}
-        for config in configs:
-            if (key, config) not in self._known:
-                outcome = self._wait(futures.pop(config))
+        self.begin(problem, configs)
+        for i, config in enumerate(configs):
+            kernel = replace(problem, rows=0), config
+            if kernel not in self._known:
+                began = time.perf_counter()
+                outcome = self._wait(self._begun.pop(kernel))
                 if outcome is None:  # the pool broke, perhaps through another candidate: once more, alone
                     outcome = self._alone(problem, config)
-                    futures = {c: self._submit(problem, c) if _is_lost(f) else f for c, f in futures.items()}
-                self._known[key, config] = outcome
-            yield config, self._known[key, config]
+                    self.begin(problem, configs[i + 1 :])
+                self._known[kernel] = outcome
+                self.waited += time.perf_counter() - began
+            yield config, self._known[kernel]
 
     def _submit(self, problem: Problem, config: Config) -> Future[Resources]:
         if self._executor is None:

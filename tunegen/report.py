@@ -17,10 +17,6 @@ from .model import Config, Problem, Silicon, Trial, TrialState
 from .ops import op_spec
 from .space import load_space
 
-GAIN_WORTH_MORE_THAN = 0.02
-"""A tuned choice less than this share faster than the built-in default is no gain: two measurements differ by as
-much."""
-
 COLUMNS = ("direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default")
 """Of the table, without the winner."""
 
@@ -30,6 +26,12 @@ BELOW = ("config", "contract", "stage", "reason", "of half a sweep", "stale", "s
 LONG_WORD = len("PROGRAMS_PER_SM=1")
 """What the end of a folded line may leave empty."""
 
+NOT_TIMED = {
+    TrialState.CONSTRAINT: "they spill where others do not",
+    TrialState.DUPLICATE: "they are the machine code of another one on the same grid",
+}
+"""No failures: what a sweep leaves out on purpose."""
+
 FAILURES_SHOWN = 20
 """Reasons listed at the end of a sweep, at most."""
 
@@ -37,7 +39,9 @@ FAILURES_SHOWN = 20
 @dataclass(frozen=True)
 class Line:
     """One problem in the table. Times in us a call; factors are how many times faster the winner is; None = not
-    measured."""
+    measured. `band` is the share by which two measurements of one kernel of this problem differ, `tied` the configs
+    within it of the best, the winner among them; `gains` says whether the winner beats the built-in default and torch's
+    op by more."""
 
     direction: str
     rows: int
@@ -51,6 +55,16 @@ class Line:
     over_compiled: float | None
     over_default: float | None
     scratch_bytes: int | None
+    band: float | None
+    tied: tuple[str, ...]
+    gains: bool | None
+
+    @property
+    def gains_over_default(self) -> bool | None:
+        """Whether tuning gained anything; None where that is not known."""
+        if self.over_default is None or self.band is None:
+            return None
+        return self.over_default > 1 + self.band
 
 
 def lines(finals: Sequence[Trial], winners: Mapping[Problem, Config], silicon: Silicon) -> list[Line]:
@@ -85,6 +99,9 @@ def _line(problem: Problem, best: Trial, own: Sequence[Trial], default: Config |
         over_compiled=factor(COMPILED),
         over_default=factor(default),
         scratch_bytes=best.scratch_bytes,
+        band=best.band,
+        tied=tuple(t.config.label() for t in own if t.tied),
+        gains=best.gains,
     )
 
 
@@ -98,7 +115,8 @@ def _cells(line: Line) -> list[str]:
     """The numbers of a line as text, by column."""
     factors = (line.share_of_copy, line.over_torch, line.over_compiled, line.over_default)
     size = (line.direction, str(line.rows), str(line.hidden))
-    return [*size, f"{line.us:.2f}", f"{line.tb_per_s:.2f}", *map(_number, factors)]
+    equal = "=" if line.gains_over_default is False else ""
+    return [*size, f"{line.us:.2f}", f"{line.tb_per_s:.2f}", *map(_number, factors[:-1]), _number(factors[-1]) + equal]
 
 
 def estimated_table(found: Sequence[Trial], width: int, per_problem: int = 3) -> RenderableType:
@@ -185,35 +203,43 @@ def _rank(trial: Trial) -> tuple[float, int, int, str]:
 
 def sentence(found: Sequence[Line]) -> str:
     """What is gained a call, or that it is not worth it."""
-    known = [line for line in found if line.over_default is not None]
+    known = [line for line in found if line.gains_over_default is not None]
     if not known:
         return "Nothing was compared with the built-in default."
-    gains = [(line.over_default or 1.0, line) for line in known]
-    worth = [(gain, line) for gain, line in gains if gain > 1 + GAIN_WORTH_MORE_THAN]
+    worth = [line for line in known if line.gains_over_default]
     if not worth:
-        limit = f"{GAIN_WORTH_MORE_THAN:.0%}"
         return (
-            f"Not worth it: in {len(known)} problems no tuned choice is over {limit} faster than the built-in default."
+            f"Not worth it: in {len(known)} problems no tuned choice is faster than the built-in default by more than "
+            "two measurements of one kernel differ."
         )
-    gain, line = max(worth, key=lambda pair: pair[0])
-    saved = sum(other.us * (factor - 1) for factor, other in worth) / len(worth)
+    gains = {line: (line.over_default or 1.0) for line in worth}
+    line = max(worth, key=lambda one: gains[one])
+    saved = sum(one.us * (gain - 1) for one, gain in gains.items()) / len(worth)
     return (
-        f"Gained: {len(worth)} of {len(known)} problems are over {GAIN_WORTH_MORE_THAN:.0%} faster than the built-in "
-        f"default, by {saved:.2f} us a call on average, at most {gain:.2f}x "
-        f"({line.direction} {line.rows}x{line.hidden})."
+        f"Gained: {len(worth)} of {len(known)} problems are faster than the built-in default, by {saved:.2f} us a call "
+        f"on average, at most {gains[line]:.2f}x ({line.direction} {line.rows}x{line.hidden}); in the others (=) the "
+        "difference is within what two measurements of one kernel differ by."
     )
 
 
+def time_line(seconds: Mapping[str, float], whole: float) -> str:
+    """What a sweep spent its time on, longest first."""
+    parts = dict(sorted(seconds.items(), key=lambda item: -item[1]))
+    parts["the rest"] = whole - sum(parts.values())
+    return "Spent " + ", ".join(f"{value:.0f} s {what}" for what, value in parts.items() if value >= 0.5) + "."
+
+
 def failure_lines(failed: Sequence[Trial]) -> list[str]:
-    """Every reason once, with the first candidate that it stopped; spilling ones are one line in all."""
+    """Every reason once, with the first candidate that it stopped; those of NOT_TIMED are one line each in all."""
     shown = []
     for (state, reason), candidates in _by_reason(failed).items():
         others = f" and {len(candidates) - 1} more" if len(candidates) > 1 else ""
         shown.append(f"{state}: {candidates[0]}{others}: {reason}")
     if (more := len(shown) - FAILURES_SHOWN) > 0:
         shown[FAILURES_SHOWN:] = [f"and {more} more reasons; `tunegen show trials --state ...` has them all"]
-    if passed_over := len({_candidate(t) for t in failed if t.state is TrialState.CONSTRAINT}):
-        shown.append(f"constraint: {passed_over} candidates were not timed, since they spill where others do not")
+    for state, why in NOT_TIMED.items():
+        if passed_over := len({_candidate(t) for t in failed if t.state is state}):
+            shown.append(f"{state.value}: {passed_over} candidates were not timed, since {why}")
     return shown
 
 
@@ -226,7 +252,7 @@ def _by_reason(failed: Sequence[Trial]) -> dict[tuple[str, str], list[str]]:
     """Candidates by state and reason; one that fails alike at several row counts counts once."""
     found: dict[tuple[str, str], list[str]] = {}
     for trial in failed:
-        if trial.state is not TrialState.CONSTRAINT:
+        if trial.state not in NOT_TIMED:
             candidates = found.setdefault((trial.state.value, trial.reason), [])
             if _candidate(trial) not in candidates:
                 candidates.append(_candidate(trial))
@@ -239,7 +265,7 @@ def _candidate(trial: Trial) -> str:
 
 def as_json(found: Sequence[Line]) -> list[dict[str, Any]]:
     """The lines as plain values."""
-    return [asdict(line) for line in found]
+    return [{**asdict(line), "tied": list(line.tied)} for line in found]
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,7 @@ from . import silicon
 from .compile import first_line
 from .evaluate import Session
 from .model import Config, Problem, Resources, Trial, TrialState
-from .worker import Facts, installed_versions
-
-Answer = tuple[Any, int, bool]
-"""The result, the peak of GPU memory reserved so far in bytes, and whether this process must be replaced."""
+from .worker import Answer, Facts, installed_versions
 
 
 class Server:
@@ -57,11 +55,13 @@ class Server:
             except Exception as fault:
                 found, poisoned = (TrialState.CRASHED, first_line(fault)), True
         if poisoned:
-            return found, 0, poisoned
+            return Answer(found, 0, poisoned)
         peak = torch.cuda.max_memory_reserved()
         # What a candidate's buffers leave behind seldom fits the next one's: kept, it added up to half as much again.
         torch.cuda.empty_cache()
-        return found, peak, poisoned
+        assert self.session is not None
+        spent, self.session.seconds = self.session.seconds, defaultdict(float)
+        return Answer(found, peak, poisoned, spent)
 
 
 def versions(device: int) -> dict[str, str]:

@@ -11,17 +11,19 @@ import json
 import os
 import platform
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
 from . import migrations as schema
+from . import records
 from .errors import StoreError
-from .migrations import StoredTrial
 from .model import Problem, Silicon, Trial
+from .processes import process_identity
+from .records import StoredTrial
 
 BUSY_SECONDS = 30
 VERSIONS = ("tunegen", "torch", "triton", "driver")
@@ -103,7 +105,7 @@ class Store:
             _mark_interrupted(connection)
             row = {
                 "silicon_id": _silicon_id(connection, silicon),
-                "started": schema.now(),
+                "started": records.now(),
                 "state": "running",
                 "arguments": json.dumps(dict(arguments), sort_keys=True, default=str),
                 "host": platform.node(),
@@ -112,13 +114,13 @@ class Store:
                 "seed": seed,
             }
             row.update({name: versions.get(name, "") for name in VERSIONS})
-            return int(connection.execute(schema.insert("sweeps", row), row).lastrowid or 0)
+            return int(connection.execute(records.insert("sweeps", row), row).lastrowid or 0)
 
     def finish_sweep(self, sweep_id: int, state: str = "finished") -> None:
         """Set the state a sweep ended in. Raises StoreError for an unknown sweep or state."""
         with self._writing() as connection:
             sql = "UPDATE sweeps SET state = ?, finished = ? WHERE id = ?"
-            if connection.execute(sql, (state, schema.now(), sweep_id)).rowcount != 1:
+            if connection.execute(sql, (state, records.now(), sweep_id)).rowcount != 1:
                 raise StoreError(f"{self.path} has no sweep {sweep_id}")
 
     def add(self, sweep_id: int, trial: Trial, protocol: int, triton: str, torch: str) -> int:
@@ -127,20 +129,21 @@ class Store:
         `triton` is the minor version, such as `3.6`. Raises StoreError for an unknown sweep, for samples that do not
         pair with sentinels, and when the file cannot be written.
         """
-        row = {"sweep_id": sweep_id, "protocol": protocol, "triton": triton, "torch": torch, **schema.trial_row(trial)}
-        samples = schema.samples_of(trial)
+        return self.add_all(sweep_id, [trial], protocol, triton, torch)[0]
+
+    def add_all(self, sweep_id: int, trials: Sequence[Trial], protocol: int, triton: str, torch: str) -> list[int]:
+        """The same for several trials, all of them or none. Finals say who is tied with whom: earlier ones then end."""
+        rows = [(records.trial_row(trial), records.samples_of(trial)) for trial in trials]
+        shared = {"sweep_id": sweep_id, "protocol": protocol, "triton": triton, "torch": torch}
         with self._writing() as connection:
             sweep = connection.execute("SELECT silicon_id FROM sweeps WHERE id = ?", (sweep_id,)).fetchone()
             if sweep is None:
                 raise StoreError(f"{self.path} has no sweep {sweep_id}")
-            row["silicon_id"] = sweep[0]
-            connection.execute(schema.insert("trials", row, conflict=schema.KEY), row)
-            sql = f"SELECT id FROM trials WHERE {schema.equal(schema.KEY)}"
-            trial_id = int(connection.execute(sql, row).fetchone()[0])
-            connection.execute("DELETE FROM samples WHERE trial_id = ?", (trial_id,))
-            sql = "INSERT INTO samples (trial_id, block, us, sentinel_us) VALUES (?, ?, ?, ?)"
-            connection.executemany(sql, [(trial_id, *sample) for sample in samples])
-            return trial_id
+            whole = [({**shared, "silicon_id": sweep[0], **row}, samples) for row, samples in rows]
+            for row, _ in whole:
+                if row["tied"] is not None:
+                    connection.execute(records.untie(), row)
+            return [records.insert_trial(connection, row, samples) for row, samples in whole]
 
     def seen(
         self, silicon: Silicon, problem: Problem, triton: str, protocol: int, kind: str
@@ -149,17 +152,17 @@ class Store:
 
         Raises StoreError when the file cannot be read.
         """
-        wanted = {"triton": triton, "protocol": protocol, "kind": kind, **schema.problem_row(problem)}
-        columns = ", ".join(f"trials.{name} AS {name}" for name in ("id", *schema.LOADED))
+        wanted = {"triton": triton, "protocol": protocol, "kind": kind, **records.problem_row(problem)}
+        columns = ", ".join(f"trials.{name} AS {name}" for name in ("id", *records.LOADED))
         sql = f"""SELECT {columns}, samples.us AS block_us, samples.sentinel_us AS block_sentinel_us
             FROM trials JOIN silicon ON silicon.id = trials.silicon_id
             LEFT JOIN samples ON samples.trial_id = trials.id
-            WHERE {schema.equal(wanted, "trials.")} AND {schema.equal(schema.SILICON, "silicon.")}
+            WHERE {records.equal(wanted, "trials.")} AND {records.equal(records.SILICON, "silicon.")}
             ORDER BY trials.id, samples.block"""
         grouped: dict[int, list[dict[str, Any]]] = {}
-        for row in self._rows(sql, {**wanted, **schema.silicon_row(silicon)}):
+        for row in self._rows(sql, {**wanted, **records.silicon_row(silicon)}):
             grouped.setdefault(row["id"], []).append(row)
-        loaded = [schema.load_trial(problem, kind, rows) for rows in grouped.values()]
+        loaded = [records.load_trial(problem, kind, rows) for rows in grouped.values()]
         return {(t.config.family, t.config.to_json(), t.digest, t.stage): t for t in loaded if t is not None}
 
     def adopt(self, sweep_id: int, trials: Iterable[StoredTrial]) -> None:
@@ -192,8 +195,8 @@ class Store:
         allowed = [column[0] for column in described]
         if unknown := sorted(set(filters) - set(allowed)):
             raise StoreError(f"unknown filter {unknown[0]!r}; allowed are {', '.join(allowed)}")
-        values = {name: schema.plain(name, value) for name, value in filters.items()}
-        sql = f"SELECT * FROM {source} WHERE {schema.equal(values)} ORDER BY {order}"
+        values = {name: records.plain(name, value) for name, value in filters.items()}
+        sql = f"SELECT * FROM {source} WHERE {records.equal(values)} ORDER BY {order}"
         return self._rows(sql, values)
 
     def _rows(self, sql: str, values: Mapping[str, object]) -> list[dict[str, Any]]:
@@ -257,24 +260,12 @@ class Store:
                 schema.migrations.apply(Database(connection, recursive_triggers=False, execute_plugins=False))
 
 
-def process_identity(pid: int) -> str:
-    """What tells a living process from a later one with its pid: its start time, `alive` if unknown, '' if it ended."""
-    with suppress(OSError):  # not Linux, or ended
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if status[0] == "Z" else status[19]
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return "" if isinstance(error, ProcessLookupError) else "alive"
-    return "alive"
-
-
 def _mark_interrupted(connection: sqlite3.Connection) -> None:
     sql = "SELECT id, pid, process FROM sweeps WHERE state = 'running' AND host = ?"
     for sweep_id, pid, process in connection.execute(sql, (platform.node(),)).fetchall():
         if process_identity(pid) not in (process, "alive"):
             sql = "UPDATE sweeps SET state = 'interrupted', finished = ? WHERE id = ?"
-            connection.execute(sql, (schema.now(), sweep_id))
+            connection.execute(sql, (records.now(), sweep_id))
 
 
 def _check_place(path: Path) -> None:
@@ -291,9 +282,9 @@ def _check_place(path: Path) -> None:
 
 
 def _silicon_id(connection: sqlite3.Connection, silicon: Silicon) -> int:
-    row = schema.silicon_row(silicon)
-    found = connection.execute(f"SELECT id FROM silicon WHERE {schema.equal(schema.SILICON)}", row).fetchone()
+    row = records.silicon_row(silicon)
+    found = connection.execute(f"SELECT id FROM silicon WHERE {records.equal(records.SILICON)}", row).fetchone()
     if found is not None:
         return int(found[0])
     row["memory_bytes"] = silicon.memory_bytes
-    return int(connection.execute(schema.insert("silicon", row), row).lastrowid or 0)
+    return int(connection.execute(records.insert("silicon", row), row).lastrowid or 0)

@@ -6,25 +6,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .compile import load, make_plan
+from .bench import CONTENDER
 from .dispatch import digest_today, triton_minor
-from .errors import CompileError, WorkerError
-from .estimate import estimate_us
+from .errors import WorkerError
 from .evaluate import COMPILED, TORCH
-from .migrations import StoredTrial
 from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .pool import Compile, CompilePool, Outcome, compile_candidate
-from .render import renderings
+from .records import StoredTrial
 from .sampler import FamilySampler, Sampler
 from .space import load_space
 from .store import VERSIONS, Store
-from .worker import STOP_SECONDS, Worker, installed_versions
+from .ties import judged
+from .worker import STOP_SECONDS, Worker
 
 BATCH = 16
 FINALISTS = 6
-FINAL_BAND = 0.06
-"""Candidates within this share of the best screened score go to the finals: screening blocks are few and noisy."""
 
 WRONG_AGAIN = "passed the gate when it was screened, failed it in the finals"
 
@@ -54,9 +51,20 @@ class Context:
 
     def save(self, trial: Trial) -> Trial:
         """Store a trial in a transaction of its own and show it."""
-        self.store.add(self.sweep_id, trial, PROTOCOL, triton_minor(), self.versions.get("torch", ""))
-        self.listener.trial(trial)
-        return trial
+        return self.save_all([trial])[0]
+
+    def save_all(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The same for trials that belong together: all are stored or none."""
+        self.store.add_all(self.sweep_id, trials, PROTOCOL, triton_minor(), self.versions.get("torch", ""))
+        for trial in trials:
+            self.listener.trial(trial)
+        return list(trials)
+
+    def ask(self, problem: Problem, sampler: Sampler) -> list[Config]:
+        """The next batch, which begins to compile."""
+        batch = sampler.ask(BATCH)
+        self.pool.begin(problem, batch)
+        return batch
 
     def standing(self, problem: Problem) -> list[Trial]:
         """Trials of this problem in the database that stand; those of unfinished sweeps become part of this sweep."""
@@ -69,12 +77,14 @@ class Context:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep on a GPU found: the trials of the finals, the GPU, versions, and the peak of its memory in use."""
+    """What a sweep on a GPU found: the trials of the finals, the GPU, versions, the peak of its memory in use, and what
+    the seconds were spent on."""
 
     finals: list[Trial]
     silicon: Silicon
     versions: str
     peak_bytes: int
+    seconds: dict[str, float]
 
 
 def sweep_gpu(
@@ -105,7 +115,9 @@ def sweep_gpu(
                 raise
         store.finish_sweep(sweep_id, "finished")
         shown = ", ".join(f"{name} {value}" for name, value in versions.items())
-        return SweepResult([t for trials in finals.values() for t in trials], facts.silicon, shown, worker.peak_bytes)
+        found = [trial for trials in finals.values() for trial in trials]
+        seconds = {"waiting for the compiler": pool.waited, **worker.seconds}
+        return SweepResult(found, facts.silicon, shown, worker.peak_bytes, seconds)
 
 
 def per_problem(
@@ -133,12 +145,16 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
     sampler = make_sampler(context, problem, standing)
     done = {trial.config: trial for trial in standing if trial.stage == "screen"}
     context.listener.stage(problem.label(), sampler.total + (TORCH not in done))
+    batch = context.ask(problem, sampler)
     if TORCH not in done:
         done[TORCH] = context.save(worker.screen(TORCH, None))
-    while batch := sampler.ask(BATCH):
+    while batch:
+        # One batch ahead: it compiles on all cores while the GPU measures this one.
+        following = context.ask(problem, sampler)
         for config, trial in screen_batch(context, worker, problem, batch):
             done[config] = context.save(trial)
             sampler.tell(config, trial.measurement.score if trial.measurement else None)
+        batch = following
     return shortlist(list(done.values()), load_space(problem.op).default(problem, context.silicon))
 
 
@@ -205,7 +221,7 @@ def shortlist(trials: Sequence[Trial], default: Config | None) -> list[Trial]:
     """Who goes to the finals: the best of the screening, the built-in default, torch's op."""
     timed = sorted((t for t in trials if t.measurement is not None), key=score)
     fit = [t for t in timed if t.kind == "measured" and t.config != TORCH]
-    near = [t for t in fit if score(t) <= score(fit[0]) * (1 + FINAL_BAND)][:FINALISTS]
+    near = [t for t in fit if score(t) <= score(fit[0]) * (1 + CONTENDER)][:FINALISTS]
     return near + [t for t in timed if t not in near and t.config in (default, TORCH)]
 
 
@@ -233,53 +249,6 @@ def final(context: Context, worker: Worker, problem: Problem, finalists: Sequenc
         if trial.state is not TrialState.OK:
             for stage in ("screen", "final"):
                 context.save(replace(trial, stage=stage, measurement=None))
-    return [context.save(trial) for trial in found.values() if trial.state is TrialState.OK]
-
-
-def sweep_target(
-    store: Store,
-    problems: Sequence[Problem],
-    silicon: Silicon,
-    seed: int,
-    listener: Listener,
-    arguments: dict[str, Any],
-) -> list[Trial]:
-    """Without a GPU: compile every candidate for `silicon` and rank it by the model; nothing is timed."""
-    versions = installed_versions()
-    sweep_id = store.begin_sweep(silicon, arguments, versions, seed)
-    with CompilePool(silicon) as pool:
-        context = Context(store, sweep_id, silicon, versions, pool, listener, seed, 0)
-        try:
-            found = [context.save(trial) for problem in problems for trial in estimates(context, problem)]
-        except BaseException:
-            store.finish_sweep(sweep_id, "interrupted")
-            raise
-    store.finish_sweep(sweep_id, "finished")
-    return found
-
-
-def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
-    """A trial for each candidate of a problem: compiled and estimated, or failed with its reason."""
-    space, spec, silicon = load_space(problem.op), op_spec(problem.op), context.silicon
-    configs = [
-        config
-        for family in space.families(problem, silicon)
-        for config in space.candidates(problem, silicon, family.name)
-    ]
-    context.listener.stage(problem.label(), len(configs))
-    for config, outcome in context.pool.compile(problem, configs):
-        digest = digest_today(problem, config)
-        family = space.family(problem.direction, config.family)
-        kind = "baseline" if family is not None and family.baseline else "estimated"
-        trial = Trial(problem, config, TrialState.OK, digest=digest, kind=kind)
-        if not isinstance(outcome, Resources):
-            yield replace(trial, state=outcome[0], reason=outcome[1])
-            continue
-        source, *_ = renderings(problem, config, spec)
-        try:
-            plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
-        except CompileError as error:  # the pool has compiled it for another row count
-            yield replace(trial, state=TrialState.COMPILE, reason=str(error), resources=outcome)
-            continue
-        us = estimate_us(spec, problem, config, plan, outcome, silicon)
-        yield replace(trial, resources=outcome, scratch_bytes=plan.scratch_bytes(), estimate_us=us)
+    rivals = [config for config in (load_space(problem.op).default(problem, context.silicon), TORCH) if config]
+    good = [trial for trial in found.values() if trial.state is TrialState.OK]
+    return context.save_all(judged(good, rivals, op_spec(problem.op).bytes_moved(problem)))

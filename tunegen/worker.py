@@ -5,15 +5,28 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import WorkerError
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState
 from .pool import deaf_to_interrupts, follow_parent
+
+
+class Answer(NamedTuple):
+    """What the child sends back: the result, the peak of GPU memory reserved so far in bytes, whether the child must be
+    replaced, and what it has spent its seconds on since the last answer."""
+
+    result: Any
+    peak_bytes: int
+    poisoned: bool
+    seconds: Mapping[str, float] = {}
+
 
 START_SECONDS = 180.0
 OPEN_SECONDS = 120.0
@@ -40,7 +53,8 @@ def installed_versions() -> dict[str, str]:
 
 
 class Worker:
-    """A measuring process for one GPU, started on first use and replaced when it dies.
+    """A measuring process for one GPU, started on first use and replaced when it dies. `seconds` says what time was
+    spent on.
 
     `target(connection, device, seed)` is what the child runs; tests put a stand-in there.
     """
@@ -50,6 +64,7 @@ class Worker:
         self.problem: Problem | None = None
         self.facts: Facts | None = None
         self.peak_bytes = 0
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._opened: Problem | None = None
         self._process: Any = None
         self._connection: Connection | None = None
@@ -72,7 +87,8 @@ class Worker:
             theirs.close()
             self._opened = None
             try:
-                self.facts = self._receive(START_SECONDS)
+                with self._spending("starting processes"):
+                    self.facts = self._receive(START_SECONDS)
             except (EOFError, OSError) as error:  # TimeoutError is an OSError
                 self.stop()
                 what = "says nothing" if isinstance(error, TimeoutError) else "ended"
@@ -119,14 +135,15 @@ class Worker:
         try:
             self.start()
             if self._opened != self.problem:
-                self._call("open", (self.problem,), OPEN_SECONDS)
+                with self._spending("opening problems"):
+                    self._call("open", (self.problem,), OPEN_SECONDS)
                 self._opened = self.problem
         except (EOFError, OSError, WorkerError) as error:
             self.stop()
             reason = str(error) or type(error).__name__
             raise WorkerError(f"cannot measure {self.problem and self.problem.label()}: {reason}") from error
         try:
-            found, peak, poisoned = self._call(method, arguments, seconds)
+            answer = Answer(*self._call(method, arguments, seconds))
         except TimeoutError:
             self.stop()
             return TrialState.TIMEOUT, f"no answer within {seconds:g} s"
@@ -136,10 +153,20 @@ class Worker:
             code = self._process.exitcode
             self.stop()
             return TrialState.CRASHED, f"ended its process, exit code {code}"
-        self.peak_bytes = max(self.peak_bytes, peak)
-        if poisoned:
+        self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
+        for what, spent in answer.seconds.items():
+            self.seconds[what] += spent
+        if answer.poisoned:
             self.stop()
-        return found
+        return answer.result
+
+    @contextlib.contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
 
     def _call(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         assert self._connection is not None

@@ -1,0 +1,97 @@
+"""Which finalists cannot be told apart, and what a winner may claim."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from fake_gpu import DEFAULT, PROBLEM, TILES, measurement
+
+from tunegen.evaluate import COMPILED, TORCH
+from tunegen.model import Trial, TrialState
+from tunegen.ties import WIDEST, WIDEST_SMALL, band, judged
+
+LARGE, SMALL = 128_000_000, 8_000_000
+
+
+def noisy(true, sigma, chance, rounds=3):
+    return [[score * chance.lognormvariate(0.0, sigma) for _ in range(rounds)] for score in true]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def test_band_is_what_two_measurements_of_one_kernel_differ_by():
+    """Of many pairs of measurements, 95 % differ by no more; the factor that a round shares does not count."""
+    chance = random.Random(0)
+    sigma = 0.003
+    within = []
+    for _ in range(400):
+        shared = [chance.lognormvariate(0.0, 0.05) for _ in range(3)]
+        rounds = noisy([1.0, 1.1, 1.2, 1.3, 1.4, 1.5], sigma, chance)
+        found = band([[s * f for s, f in zip(own, shared, strict=True)] for own in rounds], SMALL)
+        first, second = (mean(noisy([1.0], sigma, chance)[0]) for _ in range(2))
+        within.append(max(first, second) / min(first, second) <= 1 + found)
+    assert 0.90 <= sum(within) / len(within) <= 0.99
+
+
+def test_band_grows_with_the_noise():
+    chance = random.Random(1)
+    calm, wild = (band(noisy([1.0] * 8, sigma, chance), SMALL) for sigma in (0.001, 0.01))
+    assert 0.0005 < calm < 0.004 < wild < 0.04
+
+
+def test_band_of_large_problems_hides_no_more_than_one_and_a_half_per_cent():
+    wild = [[1.0, 1.2, 0.8], [1.2, 0.8, 1.0], [0.8, 1.0, 1.2]]
+    assert band(wild, 60_000_000) == WIDEST == 0.015
+    assert band(wild, 59_999_999) == WIDEST_SMALL
+
+
+def test_band_of_a_single_kernel_is_that_of_its_rounds():
+    assert band([[1.0, 1.0, 1.0]], LARGE) == 0.0
+    assert band([[1.0, 1.004, 0.996]], LARGE) == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.004, rel=0.01)
+
+
+def final(config, us, rounds=(), **changes):
+    found = replace(measurement(us, 24), rounds=rounds or (us / 10 * 1.002, us / 10, us / 10 * 0.998))
+    return Trial(PROBLEM, config, TrialState.OK, stage="final", measurement=found, **changes)
+
+
+def turned(config, us):
+    """Noise that runs the other way, so that it is no factor which all share."""
+    return final(config, us, (us / 10 * 0.998, us / 10, us / 10 * 1.002))
+
+
+def verdicts(trials, rivals=(DEFAULT, TORCH), moved=LARGE):
+    return {t.config: (t.tied, t.gains) for t in judged(trials, rivals, moved)}
+
+
+def test_finalists_within_the_band_of_the_best_are_tied():
+    best, near, far = TILES[1], TILES[2], TILES[3]
+    found = verdicts([final(best, 10.0), turned(near, 10.02), turned(far, 10.5), final(TORCH, 30.0)])
+    assert found == {best: (True, True), near: (True, True), far: (False, True), TORCH: (False, False)}
+
+
+@pytest.mark.parametrize("rival", [DEFAULT, TORCH])
+def test_winner_that_does_not_beat_a_rival_beyond_the_band_gains_nothing(rival):
+    assert verdicts([final(TILES[1], 10.0), turned(rival, 10.01)]) == {TILES[1]: (True, False), rival: (True, False)}
+    assert verdicts([final(TILES[1], 10.0), turned(rival, 10.6)])[TILES[1]] == (True, True)
+
+
+def test_default_that_is_the_best_gains_nothing_over_itself():
+    assert verdicts([final(DEFAULT, 10.0), turned(TORCH, 30.0)])[DEFAULT] == (True, False)
+
+
+def test_baselines_take_no_part():
+    compiled = final(COMPILED, 5.0, (0.5,), kind="baseline")
+    found = judged([final(TILES[1], 10.0), turned(TILES[2], 10.01), compiled], (DEFAULT, TORCH), LARGE)
+    assert [(t.tied, t.band is None) for t in found] == [(True, False), (True, False), (None, True)]
+
+
+def test_without_rounds_nothing_is_claimed():
+    """Finalists that were timed one by one, because one of them had ended the process."""
+    alone = Trial(PROBLEM, TILES[1], TrialState.OK, stage="final", measurement=measurement(10.0))
+    assert judged([alone], (DEFAULT, TORCH), LARGE) == [alone]
+    assert judged([], (DEFAULT, TORCH), LARGE) == []

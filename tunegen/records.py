@@ -1,0 +1,161 @@
+"""Rows of the database that records become, and records again; the SQL of a row."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from typing import Any
+
+from .errors import StoreError
+from .model import Conditions, Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
+from .silicon import FACTS
+
+PROBLEM = tuple(field.name for field in fields(Problem))
+SILICON = ("name", *FACTS)
+KEY = ("silicon_id", "triton", "protocol", *PROBLEM, "family", "parameters", "digest", "stage", "kind")
+SAME_PROBLEM = ("silicon_id", "triton", "protocol", *PROBLEM, "stage")
+RESOURCES = ("registers", "spill_bytes", "shared_bytes", "binary")
+MEASUREMENT = ("us", "score", "sentinel_us")
+JUDGEMENT = ("band", "tied", "gains")
+LOADED = (
+    *("family", "parameters", "digest", "stage", "state", "reason", "scratch_bytes", "error_ulp", "estimate_us"),
+    *JUDGEMENT,
+    *RESOURCES,
+    *MEASUREMENT,
+)
+
+
+@dataclass(frozen=True)
+class StoredTrial(Trial):
+    """A trial as the database holds it, with the number of its row."""
+
+    id: int = 0
+
+
+def now() -> str:
+    """The time in UTC, as all rows hold it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def plain(name: str, value: object) -> object:
+    """A value as its column holds it."""
+    if value is None and name == "weight_dtype":
+        return ""
+    if isinstance(value, TrialState):
+        return value.value
+    return int(value) if isinstance(value, bool) else value
+
+
+def equal(names: Iterable[str], prefix: str = "") -> str:
+    """SQL that each column has the value of the same name, NULL too."""
+    return " AND ".join(f"{prefix}{name} IS :{name}" for name in names) or "1"
+
+
+def insert(table: str, columns: Collection[str], conflict: Collection[str] = ()) -> str:
+    """SQL that inserts values named as their columns, over the row with the same `conflict` columns if there is one."""
+    sql = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+    if conflict:
+        sql += f" ON CONFLICT ({', '.join(conflict)}) DO UPDATE SET "
+        sql += ", ".join(f"{name} = excluded.{name}" for name in columns)
+    return sql
+
+
+def untie() -> str:
+    """SQL that ends the ties and gains of the other finals of a problem."""
+    return f"UPDATE trials SET tied = 0, gains = 0 WHERE tied IS NOT NULL AND {equal(SAME_PROBLEM)}"
+
+
+def insert_trial(connection: sqlite3.Connection, row: dict[str, Any], samples: list[dict[str, object]]) -> int:
+    """Write a trial and its samples, over the row of the same key if there is one; returns its id."""
+    connection.execute(insert("trials", row, conflict=KEY), row)
+    sql = f"SELECT id FROM trials WHERE {equal(KEY)}"
+    trial_id = int(connection.execute(sql, row).fetchone()[0])
+    connection.execute("DELETE FROM samples WHERE trial_id = ?", (trial_id,))
+    for sample in samples:
+        connection.execute(insert("samples", ["trial_id", *sample]), {"trial_id": trial_id, **sample})
+    return trial_id
+
+
+def silicon_row(silicon: Silicon) -> dict[str, object]:
+    """The columns that tell one row of `silicon` from another."""
+    return {name: getattr(silicon, name) for name in SILICON}
+
+
+def problem_row(problem: Problem) -> dict[str, object]:
+    """The columns of `trials` that say which problem it is."""
+    return {name: plain(name, getattr(problem, name)) for name in PROBLEM}
+
+
+def trial_row(trial: Trial) -> dict[str, object]:
+    """The columns of `trials` that the trial itself fills."""
+    resources, measured = trial.resources, trial.measurement
+    return {
+        **problem_row(trial.problem),
+        "rows_bucket": trial.problem.rows_bucket,
+        "family": trial.config.family,
+        "parameters": trial.config.to_json(),
+        "digest": trial.digest,
+        "stage": trial.stage,
+        "kind": trial.kind,
+        "state": trial.state.value,
+        "reason": trial.reason.encode("utf-8", "replace").decode(),
+        **{name: getattr(resources, name, None) for name in RESOURCES},
+        **{name: getattr(measured, name, None) for name in MEASUREMENT},
+        **{name: plain(name, getattr(trial, name)) for name in JUDGEMENT},
+        "scratch_bytes": trial.scratch_bytes,
+        "error_ulp": trial.error_ulp,
+        "estimate_us": trial.estimate_us,
+        "created": now(),
+    }
+
+
+def samples_of(trial: Trial) -> list[dict[str, object]]:
+    """A row of `samples` for each block, without its trial. Raises StoreError when times and sentinels do not pair."""
+    if trial.measurement is None:
+        return []
+    blocks, sentinels = trial.measurement.blocks, trial.measurement.sentinel_blocks
+    if len(blocks) != len(sentinels):
+        raise StoreError(f"{trial.config.label()}: {len(blocks)} samples and {len(sentinels)} of the sentinel")
+    nothing = Conditions(None, None, None, None)
+    conditions = [one or nothing for one in trial.measurement.conditions] or [nothing] * len(blocks)
+    return [
+        {"block": block, "us": us, "sentinel_us": sentinel_us, **around._asdict()}
+        for block, (us, sentinel_us, around) in enumerate(zip(blocks, sentinels, conditions, strict=True))
+    ]
+
+
+def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> StoredTrial | None:
+    """The trial of a row, repeated once a sample; None when it is unreadable."""
+    row = rows[0]
+    try:
+        config, state = Config.of(row["family"], json.loads(row["parameters"])), TrialState(row["state"])
+    except (ValueError, TypeError, AttributeError):
+        return None
+    pairs = [(r["block_us"], r["block_sentinel_us"]) for r in rows if r["block_us"] is not None]
+    blocks, sentinels = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    measurement, resources = None, None
+    if all(row[name] is not None for name in MEASUREMENT):
+        measurement = Measurement(row["us"], row["score"], row["sentinel_us"], blocks, sentinels)
+    if row["shared_bytes"] is not None:
+        resources = Resources(row["registers"], row["spill_bytes"], row["shared_bytes"], row["binary"] or "")
+    return StoredTrial(
+        problem=problem,
+        config=config,
+        state=state,
+        digest=row["digest"],
+        kind=kind,
+        stage=row["stage"],
+        reason=row["reason"],
+        resources=resources,
+        scratch_bytes=row["scratch_bytes"],
+        error_ulp=row["error_ulp"],
+        measurement=measurement,
+        estimate_us=row["estimate_us"],
+        band=row["band"],
+        tied=None if row["tied"] is None else bool(row["tied"]),
+        gains=None if row["gains"] is None else bool(row["gains"]),
+        id=row["id"],
+    )

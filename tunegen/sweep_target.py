@@ -1,0 +1,69 @@
+"""The main job without a GPU: compile every candidate for a named target and rank it by the model; nothing is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .compile import load, make_plan
+from .dispatch import digest_today
+from .errors import CompileError
+from .estimate import estimate_us
+from .model import Problem, Resources, Silicon, Trial, TrialState
+from .ops import op_spec
+from .pool import CompilePool
+from .render import renderings
+from .space import load_space
+from .store import Store
+from .sweep import Context, Listener
+from .worker import installed_versions
+
+
+def sweep_target(
+    store: Store,
+    problems: Sequence[Problem],
+    silicon: Silicon,
+    seed: int,
+    listener: Listener,
+    arguments: dict[str, Any],
+) -> list[Trial]:
+    """Without a GPU: compile every candidate for `silicon` and rank it by the model; nothing is timed."""
+    versions = installed_versions()
+    sweep_id = store.begin_sweep(silicon, arguments, versions, seed)
+    with CompilePool(silicon) as pool:
+        context = Context(store, sweep_id, silicon, versions, pool, listener, seed, 0)
+        try:
+            found = [context.save(trial) for problem in problems for trial in estimates(context, problem)]
+        except BaseException:
+            store.finish_sweep(sweep_id, "interrupted")
+            raise
+    store.finish_sweep(sweep_id, "finished")
+    return found
+
+
+def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
+    """A trial for each candidate of a problem: compiled and estimated, or failed with its reason."""
+    space, spec, silicon = load_space(problem.op), op_spec(problem.op), context.silicon
+    configs = [
+        config
+        for family in space.families(problem, silicon)
+        for config in space.candidates(problem, silicon, family.name)
+    ]
+    context.listener.stage(problem.label(), len(configs))
+    for config, outcome in context.pool.compile(problem, configs):
+        digest = digest_today(problem, config)
+        family = space.family(problem.direction, config.family)
+        kind = "baseline" if family is not None and family.baseline else "estimated"
+        trial = Trial(problem, config, TrialState.OK, digest=digest, kind=kind)
+        if not isinstance(outcome, Resources):
+            yield replace(trial, state=outcome[0], reason=outcome[1])
+            continue
+        source, *_ = renderings(problem, config, spec)
+        try:
+            plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+        except CompileError as error:  # the pool has compiled it for another row count
+            yield replace(trial, state=TrialState.COMPILE, reason=str(error), resources=outcome)
+            continue
+        us = estimate_us(spec, problem, config, plan, outcome, silicon)
+        yield replace(trial, resources=outcome, scratch_bytes=plan.scratch_bytes(), estimate_us=us)

@@ -1,0 +1,74 @@
+"""Which finalists cannot be told apart, and whether the best gains anything: what a winner may claim.
+
+A kernel that is measured twice, on buffers of its own each time, does not take the same time twice. The finals of a
+problem time every finalist in several rounds with new buffers; how far the rounds of one kernel lie apart, pooled over
+all of them, says by how much two measurements of the same kernel differ: the band. Finalists within the band of the
+best are a tie, and a fixed rule of the database's view `winners` chooses among them, so that two sweeps and two ranks
+agree: fewest spills, fewest warps, smallest config.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .model import Config, Trial
+
+CONFIDENCE = 1.96
+"""Standard errors within which 95 % of the differences of two measurements of one kernel lie."""
+WIDEST = 0.015
+"""The band is no wider at LARGE bytes and more: there kernels run for tens of microseconds, and what differs by more
+is a fault of the measurement that a tie would hide."""
+LARGE = 60e6
+WIDEST_SMALL = 0.05
+"""Below LARGE bytes everything lies in the cache, and a call takes a few microseconds."""
+
+
+def band(rounds: Sequence[Sequence[float]], bytes_moved: int) -> float:
+    """The share by which two measurements of one kernel of this problem differ, at 95 %.
+
+    Args:
+        rounds: scores of each kernel, a sequence with one score a round; two rounds at least.
+        bytes_moved: of one call; says how wide the band may be.
+
+    The factor that all kernels of a round share is taken out first. Of R rounds with a standard deviation s each, two
+    means of R rounds differ by s * sqrt(2 / R).
+    """
+    logs = [[math.log(score) for score in kernel] for kernel in rounds]
+    count = len(logs[0])
+    shared = len(logs) > 1
+    common = [statistics.mean(kernel[r] for kernel in logs) if shared else 0.0 for r in range(count)]
+    own = [[kernel[r] - common[r] for r in range(count)] for kernel in logs]
+    squares = sum((value - statistics.mean(kernel)) ** 2 for kernel in own for value in kernel)
+    # The common factors were fitted too: they cost a degree of freedom for each round but one.
+    freedom = max(len(logs) - 1, 1) * (count - 1)
+    found = math.expm1(CONFIDENCE * math.sqrt(2 * squares / freedom / count))
+    return min(found, WIDEST if bytes_moved >= LARGE else WIDEST_SMALL)
+
+
+def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) -> list[Trial]:
+    """The finals of one problem with their band, who is tied with the best, and who gains over the `rivals` (the
+    built-in default and torch's op). Baselines take no part."""
+    fit = [t for t in finals if t.kind == "measured" and t.measurement is not None]
+    # A candidate that another process timed alone has a single round: nothing is known of its band.
+    known = [t.measurement.rounds for t in fit if t.measurement is not None and len(t.measurement.rounds) > 1]
+    if not fit or not known:
+        return list(finals)
+    width = band(known, bytes_moved)
+    scores = {t.config: t.measurement.score for t in fit if t.measurement is not None}
+    best = min(scores.values())
+    # A rival gains nothing over itself.
+    to_beat = min((scores[rival] for rival in rivals if rival in scores), default=math.inf)
+    return [
+        replace(
+            trial,
+            band=width,
+            tied=scores[trial.config] <= best * (1 + width),
+            gains=scores[trial.config] * (1 + width) < to_beat,
+        )
+        if trial in fit
+        else trial
+        for trial in finals
+    ]
