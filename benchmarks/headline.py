@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunegen import dispatch, paths, rms_norm
-from tunegen.bench import FINAL_BLOCKS, Bench, Call
+from tunegen.bench import FINAL_BLOCKS, FINAL_ROUNDS, Bench, Call
 from tunegen.dispatch import Key
 from tunegen.model import Problem, rows_bucket
 from tunegen.ops import op_spec
@@ -73,8 +73,8 @@ def measure(rows: int, hidden: int, dtype: str) -> dict[str, Any]:
         "backward_torch": backward(bench, lambda x, w: F.rms_norm(x, (hidden,), w, 1e-6)),
     }
     graphs = [bench.capture(call) for call in calls.values()]
-    times = dict(zip(calls, map(statistics.median, bench.time(graphs, FINAL_BLOCKS)), strict=True))
-    again = dict(zip(calls, map(statistics.median, bench.time(graphs, FINAL_BLOCKS)), strict=True))
+    times = dict(zip(calls, map(statistics.median, bench.time(graphs, FINAL_ROUNDS * FINAL_BLOCKS)), strict=True))
+    again = dict(zip(calls, map(statistics.median, bench.time(graphs, FINAL_ROUNDS * FINAL_BLOCKS)), strict=True))
     streams = {"forward": 1.0, "backward": 1.5}
     return {
         "rows": rows,

@@ -10,7 +10,7 @@ from norm_profile import Profile
 from paired import beyond, ratio
 
 from tunegen import dispatch
-from tunegen.bench import FINAL_BLOCKS, Bench
+from tunegen.bench import FINAL_BLOCKS, FINAL_ROUNDS, Bench
 from tunegen.ops import op_spec
 from tunegen.recorded import Recording
 
@@ -58,7 +58,7 @@ def milliseconds_of_a_copy(recording: Recording) -> float:
     silicon, total = dispatch.silicon_of(0), 0.0
     for problem, count in recording.counts().items():
         bench = Bench(op_spec(problem.op), problem, torch.device("cuda", 0), silicon.l2_bytes, silicon.sms)
-        (times,) = bench.time([bench.sentinel], FINAL_BLOCKS)
+        (times,) = bench.time([bench.sentinel], FINAL_ROUNDS * FINAL_BLOCKS)
         total += count * statistics.median(times) / 1e3
         del bench
         torch.cuda.empty_cache()
