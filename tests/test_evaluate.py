@@ -19,7 +19,7 @@ from tunegen.ops import op_spec
 from tunegen.serving import Server
 from tunegen.verify import Verdict
 
-SPEC = op_spec("rms_norm")
+SPEC = replace(op_spec("rms_norm"), compiled_call=lambda problem, given: lambda: None)
 
 
 class Here(Session):
@@ -37,7 +37,7 @@ class Here(Session):
         self.benches.append(
             SimpleNamespace(
                 stream=None,
-                tensors=[],
+                tensors=[{}],
                 call=lambda variant: variant,
                 capture=lambda call: call,
                 screen=lambda graph, best: self.time(),

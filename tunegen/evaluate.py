@@ -115,9 +115,10 @@ class Session:
         good: list[Trial] = []
         makes: list[Make] = []
         for trial in trials:
-            if trial.config.family in (TORCH.family, COMPILED.family):
-                call = self.spec.torch_call if trial.config == TORCH else self.spec.compiled_call
-                makes.append(_calls_of(call, self.problem))
+            if trial.config == COMPILED:
+                makes.append(self._compiled_calls)
+            elif trial.config == TORCH:
+                makes.append(_calls_of(self.spec.torch_call, self.problem))
             else:
                 variants = self.variants(trial.config)
                 if not self.verify(variants).ok:
@@ -137,7 +138,7 @@ class Session:
 
     def _renew(self) -> None:
         """Another bench, whose buffers lie elsewhere."""
-        with self._spending("capturing graphs"):
+        with self._spending("opening problems"):
             del self.bench
             torch.cuda.empty_cache()
             self.bench = self._bench()
@@ -155,8 +156,17 @@ class Session:
         return replace(trial, measurement=found)
 
     def _captured(self, make: Make) -> Timed:
+        call = make(self.bench)
         with self._spending("capturing graphs"):
-            return self.bench.capture(make(self.bench))
+            return self.bench.capture(call)
+
+    def _compiled_calls(self, bench: Bench) -> Call:
+        """Calls of the compiled formula, compiled."""
+        with self._spending("compiling the plain formula"):
+            call = _calls_of(self.spec.compiled_call, self.problem)(bench)
+            with torch.cuda.stream(bench.stream):
+                call(0)
+            return call
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
