@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kernel_cases import OP, SPEC, TEMPLATES, family_of, moderate, problems
@@ -15,6 +16,7 @@ from tunegen.compile import compile_candidate
 from tunegen.errors import CompileError
 from tunegen.model import Config, Problem, Silicon
 from tunegen.silicon import of_arch
+from tunegen.space import load_space
 
 pytestmark = pytest.mark.compiler
 
@@ -78,6 +80,21 @@ def test_an_odd_width_needs_fewer_registers_than_its_block() -> None:
     config = Config.of("single_block", {"BLOCK_SIZE": 8192, "ROWS": 1, "num_warps": 8})
     padded, whole = (compile_candidate(SPEC, p, config, silicon).registers for p in (replace(full, hidden=5120), full))
     assert padded < whole, "N is a constant: lanes beyond it must vanish"
+
+
+def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels of backward, by the driver of a machine with a GPU; the digest is that of their machine code."""
+    silicon = of_arch("sm_90")
+    problem = first_problem("backward_persistent_partials", silicon)
+    family = load_space("rms_norm").candidates(problem, silicon, "persistent_partials")
+    built: list[str] = []
+    active = SimpleNamespace(launcher_cls=lambda source, metadata: built.append(metadata.name))
+    monkeypatch.setattr("triton.runtime.driver._active", active)
+    first, second = (compile_candidate(SPEC, problem, config, silicon) for config in family[:2])
+    assert built == ["backward_persistent_partials", "sum_partials"] * 2
+    assert len(first.binary) == 64
+    assert first.binary != second.binary
+    assert compile_candidate(SPEC, problem, family[0], silicon) == first
 
 
 @pytest.mark.timeout(900)

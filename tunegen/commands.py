@@ -165,6 +165,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     numbers = {name: "" if row[name] is None else f"{row[name]:.3f}" for name in ("us", "score", "estimate_us")}
     plain = {name: str(row.get(name, "")) for name in ("state", "stage", "reason")} if "place" not in row else {}
     half = {"of half a sweep": "yes" if row.get("half") else ""}
+    gain = {"gain": {None: "", 0: "none", 1: "yes"}[row["gains"]]}
     problem, config = _problem(row), _config(row)
     kernel = row["family"] not in (TORCH_FAMILY, COMPILED.family)
     stale = kernel and (config is None or row["digest"] != digest_today(problem, config))
@@ -177,6 +178,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         **numbers,
         **plain,
         **half,
+        **gain,
         "stale": "yes" if stale else "",
         "silicon": row["silicon"],
     }

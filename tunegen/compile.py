@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -110,6 +111,15 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
 
 
+def build_launcher(compiled: Any) -> None:
+    """Have Triton build the C stub that launches kernels of this signature, into its cache, here and now: .3 s of a C
+    compiler, for which the measuring process would wait. Where there is no GPU there is nothing to build."""
+    from triton.runtime import driver
+
+    with suppress(Exception):  # a stub that cannot be built fails where it is needed, with its reason
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
 def load_binary(compiled: Any) -> None:
     """Load a compiled kernel onto the current device. Raises CompileError if that has too little shared memory or
     registers."""
@@ -157,6 +167,7 @@ def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: S
         for launch in plan.launches:
             classes = expected_classes(spec, problem, config, plan, launch)
             compiled = compile_launch(launch, config, classes, target)
+            build_launcher(compiled)
             binaries.update(compiled.asm.get("cubin", compiled.hash.encode()))
             found = resources(compiled)
             if found.shared_bytes > silicon.shared_limit:
