@@ -1,0 +1,96 @@
+"""What sweeps have measured, read back from their databases or from an excerpt of them in JSON Lines."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunegen.compile import load, make_plan
+from tunegen.model import Config, OpSpec, Plan, Problem, Resources, Silicon
+from tunegen.ops import op_spec
+from tunegen.render import renderings
+from tunegen.store import Store
+
+_PROBLEM = {field.name: field.type for field in fields(Problem)}
+
+
+class Candidate(NamedTuple):
+    """A config that a sweep screened: what the compiler spent, time over the sentinel's time."""
+
+    problem: Problem
+    config: Config
+    kind: str
+    resources: Resources
+    score: float
+
+
+def read(paths: Iterable[Path]) -> dict[Problem, list[Candidate]]:
+    """Timed candidates with a template, by problem. One measured more than once has the median of its scores."""
+    found: dict[tuple[Problem, Config], list[Candidate]] = {}
+    for path in paths:
+        for row in _lines(path) if path.suffix == ".jsonl" else _screened(path):
+            candidate = _candidate(row)
+            found.setdefault((candidate.problem, candidate.config), []).append(candidate)
+    problems: dict[Problem, list[Candidate]] = {}
+    for (problem, _), same in found.items():
+        score = statistics.median(c.score for c in same)
+        problems.setdefault(problem, []).append(same[-1]._replace(score=score))
+    return problems
+
+
+def line(candidate: Candidate) -> str:
+    """One line of an excerpt; fields of the problem that have their usual value are left out."""
+    usual = asdict(Problem("", "", 0, 0))
+    problem = {name: value for name, value in asdict(candidate.problem).items() if value != usual[name]}
+    spent = candidate.resources
+    return json.dumps(
+        {
+            **problem,
+            "family": candidate.config.family,
+            "parameters": dict(candidate.config.parameters),
+            "kind": candidate.kind,
+            "registers": spent.registers,
+            "spill_bytes": spent.spill_bytes,
+            "shared_bytes": spent.shared_bytes,
+            "score": round(candidate.score, 4),
+        }
+    )
+
+
+def plan_of(spec: OpSpec, candidate: Candidate, silicon: Silicon) -> Plan:
+    """What the candidate launches, by today's template; nothing is compiled."""
+    problem, config = candidate.problem, candidate.config
+    source, *_ = renderings(problem, config, spec)
+    return make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+
+
+def spec_of(problem: Problem) -> OpSpec:
+    """The op of a problem."""
+    return op_spec(problem.op)
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    for text in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(text)
+        if "about" not in row:  # the first line says on what, and with which versions, it was measured
+            yield row | {"parameters": json.dumps(row["parameters"])}
+
+
+def _screened(path: Path) -> Iterator[Mapping[str, Any]]:
+    with Store.read(path) as store:
+        for row in store.trials(stage="screen", state="ok"):
+            if row["shared_bytes"] is not None and row["score"] is not None:
+                yield row
+
+
+def _candidate(row: Mapping[str, Any]) -> Candidate:
+    values = {name: row[name] for name in _PROBLEM if name in row}
+    values |= {name: bool(values[name]) for name in ("offset", "weight_grad", "residual") if name in values}
+    problem = Problem(**values | {"weight_dtype": values.get("weight_dtype", "bf16") or None})
+    resources = Resources(row["registers"], row["spill_bytes"], row["shared_bytes"])
+    config = Config.of(row["family"], json.loads(row["parameters"]))
+    return Candidate(problem, config, row["kind"], resources, row["score"])
