@@ -90,9 +90,7 @@ def main() -> None:
     silicon = of_arch(options.arch)
     rows = [row for group in read(options.databases).values() for row in figures(group, silicon, options.blind)]
     for row in rows:
-        print(
-            f"{row['problem']:34} {row['family']:20} {row['candidates']:4} {row['spearman']:7.3f} {row['top']:5.2f}"
-        )
+        print(f"{row['problem']:34} {row['family']:20} {row['candidates']:4} {row['spearman']:7.3f} {row['top']:5.2f}")
     medians = {name: statistics.median(row[name] for row in rows) for name in ("spearman", "top")}
     medians["top_mean"] = round(statistics.mean(row["top"] for row in rows), 3)
     print(f"{'median of ' + str(len(rows)):60} {medians['spearman']:7.3f} {medians['top']:5.2f}")

@@ -52,16 +52,16 @@ def test_spaces_are_as_large_as_the_tests_need():
 
 def test_small_space_is_tried_whole_once_in_the_order_of_the_file_after_the_default():
     first = COMPUTED[3]
-    asked = play(Sampler({"tile": tile(COMPUTED, SMALL, first=first)}, 100))
+    asked = play(Sampler({"tile": tile(COMPUTED, SMALL, leading=[first])}, 100))
     assert asked == [first, *(c for c in COMPUTED if c != first)]
 
 
 def test_default_that_is_no_candidate_is_not_asked_for():
-    assert play(Sampler({"tile": tile(COMPUTED, SMALL, first=Config.of("tile", {"ROWS": 3}))}, 100)) == COMPUTED
+    assert play(Sampler({"tile": tile(COMPUTED, SMALL, leading=[Config.of("tile", {"ROWS": 3})])}, 100)) == COMPUTED
 
 
 def test_large_space_keeps_to_the_budget_and_repeats_nothing():
-    asked = play(Sampler({"tile": tile(first=VALID[9])}, 100))
+    asked = play(Sampler({"tile": tile(leading=[VALID[9]])}, 100))
     assert len(asked) == len(set(asked)) == 100
     assert set(asked) <= set(VALID)
     assert asked[0] == VALID[9]
@@ -93,7 +93,7 @@ def test_another_seed_gives_another_order():
 
 def test_what_was_seen_is_not_asked_again():
     seen = {c: (None if c["ROWS"] == 1 else cost(c)) for c in VALID[::2]}
-    asked = play(Sampler({"tile": tile(seen=seen, first=VALID[0])}, 10_000))
+    asked = play(Sampler({"tile": tile(seen=seen, leading=[VALID[0]])}, 10_000))
     assert len(asked) == len(set(asked))
     assert set(asked) == set(VALID) - set(seen)
 

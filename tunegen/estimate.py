@@ -29,44 +29,46 @@ REGISTERS_PER_THREAD = 255
 WARPS_PER_SM = 64
 PROGRAMS_PER_SM = 32
 
+L1_BYTES = 196608
+"""Of a multiprocessor's first cache, shared memory aside: what it loaded last is still there."""
 VECTOR = 16
 """Bytes that a thread loads at once."""
 
 # Fitted; times in nanoseconds.
 LATENCY = 500.0
 """From a load to its data, in an idle machine."""
-BUSY = 1340
+BUSY = 1400.0
 """The same while all multiprocessors load."""
-L2_LATENCY = 300
+L2_LATENCY = 500.0
 """Of what another read has brought there."""
-THREAD_ELEMENT = 2.7
+THREAD_ELEMENT = 2.8
 """Of a tile's processing, for each element that a thread loads or stores: a thread's own instructions are serial."""
-REDUCTION = 30.0
+REDUCTION = 110.0
 """A sum over the warps of a program: shuffles, shared memory, barriers."""
-REDUCTION_WARP = 10.5
+REDUCTION_WARP = 8.0
 """Its share for each warp that has to arrive."""
-ISSUE = 0.039
+ISSUE = 0.02
 """An element loaded or stored, of the multiprocessor's issue slots."""
 SUM = 50.0
 """Each row of a tile that a thread sums beside others."""
-FOLD = 0.8
+FOLD = 1.05
 """A column's value that a warp passes on through shared memory, where the rows of a tile lie in several warps and
 columns are summed too."""
 START = 80.0
 """Starting one program: rows of 128 elements, one a program, take this long at any number of warps."""
-LAUNCH = 640.0
+LAUNCH = 700.0
 """A kernel after another, or a fill with zeros."""
-ROUND = 20
+ROUND = 30.0
 """Another tile of the same program in a loop that the compiler unrolls: its loads are under way already."""
-CONGESTION = 0.084
+CONGESTION = 0.08
 """Lost for each time that more bytes are under way than CROWD, where the traffic reaches the memory at all."""
-CROWD = 52000
+CROWD = 55000
 """Bytes under way on a multiprocessor beyond which they only queue."""
 CLOSING_BYTES = 8192
 """Bytes under way of one program of a closing kernel."""
-ATOMIC = 0.0038
+ATOMIC = 0.004
 """An addition to memory, when all multiprocessors add."""
-SHARPNESS = 5
+SHARPNESS = 7.0
 """How nearly the slowest bound decides alone: the exponent of a norm over them."""
 
 
@@ -75,7 +77,7 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    count: int
+    total: int
 
 
 class Pass(NamedTuple):
@@ -91,9 +93,14 @@ class Pass(NamedTuple):
     writes: int
 
     @property
+    def tile_elements(self) -> int:
+        """Of one tensor."""
+        return self.tile.rows * self.tile.columns
+
+    @property
     def tile_bytes(self) -> int:
         """Of one tensor."""
-        return self.tile.rows * self.tile.columns * DTYPE_BYTES[self.problem.x_dtype]
+        return self.tile_elements * DTYPE_BYTES[self.problem.x_dtype]
 
 
 def bandwidth(silicon: Silicon) -> float:
@@ -113,8 +120,8 @@ def tile_of(problem: Problem, config: Config, programs: int) -> Tile:
     width = numbers.get("BLOCK_SIZE") or numbers.get("CHUNK")
     if width is None and "ROWS" not in numbers:
         return Tile(1, max(1, problem.rows * problem.hidden // programs), programs)
-    rows, parts = min(numbers.get("ROWS", 1), problem.rows), math.ceil(problem.hidden / (width or problem.hidden))
-    return Tile(rows, math.ceil(problem.hidden / parts), math.ceil(problem.rows / rows) * parts)
+    rows, columns = min(numbers.get("ROWS", 1), problem.rows), min(width or problem.hidden, problem.hidden)
+    return Tile(rows, columns, math.ceil(problem.rows / rows) * math.ceil(problem.hidden / columns))
 
 
 def guess_resources(spec: OpSpec, problem: Problem, config: Config) -> Resources:
@@ -147,37 +154,39 @@ def folding(over: Pass) -> float:
     return FOLD * over.tile.columns * sharing if over.problem.weight_grad and sharing > 1 else 0.0
 
 
-def processing(over: Pass, passes: int = 1) -> float:
-    """Nanoseconds from the data of a tile in a program to its results on their way."""
+def processing(over: Pass, elements: int) -> float:
+    """Nanoseconds from the data of a tile, `elements` of each tensor, in a program to its results on their way."""
     warps = over.config.num_warps
     sums = 2 if over.config.structure.get("RSTD") == "recomputed" else 1
     across = REDUCTION + REDUCTION_WARP * warps if warps > 1 else 0.5 * REDUCTION
     rows_a_thread = min(over.tile.rows, over.tile_bytes / VECTOR / (32 * warps))
-    elements = passes * over.tile.rows * over.tile.columns * (over.reads + over.writes)
-    return elements / (32 * warps) * THREAD_ELEMENT + sums * (across + SUM * rows_a_thread) + folding(over)
+    serial = elements * (over.reads + over.writes) / (32 * warps) * THREAD_ELEMENT
+    return serial + sums * (across + SUM * rows_a_thread) + folding(over)
 
 
 def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
     """Nanoseconds of a pass, without its launch."""
     each = math.ceil(over.programs / silicon.sms)
     beside = min(resident_programs(resources, over.config, silicon), each)
-    walked = math.ceil(over.tile.count / over.programs)
-    ahead = max(over.config.numbers.get("STAGES", 1) - 1, 0) if walked > 1 else 0
-    process = processing(over)
+    walked = math.ceil(over.tile.total / over.programs)
+    process = processing(over, over.tile_elements)
+    issue = over.tile_elements * (over.reads + over.writes) * ISSUE + folding(over)
     first = LATENCY + process
-    if "CHUNK" in over.config.numbers:  # a loop over the row, unrolled; then again, as the sum must be known first
-        first = LATENCY + L2_LATENCY + 2 * walked * ROUND + processing(over, 2 * walked)
-        step = (BUSY - LATENCY + first) / walked
-    else:
-        step = max(process, (BUSY + process) / max(ahead, 1))
+    if "CHUNK" in over.config.numbers:  # the row in an unrolled loop, then again, as the sum must be known first
+        row = over.problem.hidden
+        again = L2_LATENCY if beside * row * DTYPE_BYTES[over.problem.x_dtype] > L1_BYTES else 0.0
+        first = LATENCY + again + 2 * walked * ROUND + processing(over, 2 * row)
+        issue *= 2 * row / over.tile_elements
+        walked = 1
+    ahead = max(over.config.numbers.get("STAGES", 1) - 1, 0) if walked > 1 else 0
+    step = max(process, (BUSY - LATENCY + first) / max(ahead, 1))
     fills = math.ceil(each / beside) if ahead else 1
     crowd = max(0.0, beside * max(ahead, 1) * over.reads * over.tile_bytes / CROWD - 1) if walked > 1 else 0.0
     past_l2 = max(0.0, 1 - silicon.l2_bytes / over.moved)
-    elements = over.tile.rows * over.tile.columns * (over.reads + over.writes)
     bounds = (
         over.moved / bandwidth(silicon) * 1e9 * (1 + CONGESTION * crowd * past_l2),
         (math.ceil(each / beside) * walked - fills) * step,
-        each * walked * (elements * ISSUE + folding(over)),
+        each * walked * issue,
         each * START,
     )
     slowest = sum(bound**SHARPNESS for bound in bounds) ** (1 / SHARPNESS)

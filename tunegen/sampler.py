@@ -1,8 +1,9 @@
 """Which candidate next: Optuna by ask and tell, one study a family. Small spaces are enumerated, large ones left to
-TPE."""
+TPE; what a model ranks high and what won for neighbouring problems goes first."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 import optuna
@@ -14,14 +15,19 @@ from optuna.trial import create_trial
 from .model import Config, Value
 
 ENUMERATED = 64
-"""Families with at most this many valid configs are tried whole, in the order of the search space, if the budget
-allows."""
+"""Families with at most this many valid configs are tried whole, if the budget allows: in the order of the ranks, else
+of the search space."""
+SEEDED = 8
+"""How many of a larger family's configs, by rank, go ahead of what TPE draws."""
+EXPLORED = 2
+"""Configs that every ranked family may show before the ranks alone decide: they may be wrong about an algorithm."""
 
 
 class FamilySampler:
     """Candidates of one family: `candidates` are its valid configs, `choices` what each parameter may be.
 
-    `first` (the default) goes ahead of all others; `seen` holds the scores of trials from an earlier sweep, None for
+    `leading` go ahead of all others: the default, winners of neighbouring problems. `ranks` says what each candidate
+    may cost, in any unit, the lower the sooner. `seen` holds the scores of trials from an earlier sweep, None for
     failed ones: they are learned from and not asked for again.
     """
 
@@ -30,13 +36,16 @@ class FamilySampler:
         candidates: Sequence[Config],
         choices: Mapping[str, Sequence[Value]],
         seed: int,
-        first: Config | None = None,
+        leading: Sequence[Config] = (),
         seen: Mapping[Config, float | None] | None = None,
+        ranks: Mapping[Config, float] | None = None,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.seen = seen = dict(seen or {})
-        ordered = [first, *candidates] if first in candidates else candidates
-        self.unseen = {c: None for c in ordered if c is not None and c not in seen}
+        self.ranks = ranks = dict(ranks or {})
+        by_rank = sorted(candidates, key=lambda config: ranks.get(config, float("inf")))
+        leading = [config for config in dict.fromkeys(leading) if config in candidates and config not in seen]
+        self.unseen = {c: None for c in (*leading, *by_rank) if c not in seen}
         # Parameters that follow from others are not Optuna's business: a drawn point is completed to the one valid
         # config.
         self.distributions: dict[str, BaseDistribution] = {
@@ -46,14 +55,35 @@ class FamilySampler:
         self.places = {name: {value: i for i, value in enumerate(values)} for name, values in choices.items()}
         self.study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
         self.asked: dict[Config, OptunaTrial] = {}
-        self.best = min((s for s in seen.values() if s is not None), default=float("inf"))
+        self.scores = {config: score for config, score in seen.items() if score is not None}
         self.tried = bool(seen)
-        for config, score in seen.items():
-            if score is not None:
-                params = dict(self._point(config))
-                self.study.add_trial(create_trial(params=params, distributions=self.distributions, value=score))
-        for config in list(self.unseen)[: None if len(self.unseen) <= ENUMERATED else 1]:
+        for config, score in self.scores.items():
+            params = dict(self._point(config))
+            self.study.add_trial(create_trial(params=params, distributions=self.distributions, value=score))
+        enumerated = len(self.unseen) <= ENUMERATED
+        # Without ranks TPE starts from the leading ones, else from the first of the file: it needs a point.
+        ahead = len(leading) + SEEDED if ranks else max(len(leading), 1)
+        self.queued = list(self.unseen)[: None if enumerated else ahead]
+        for config in self.queued:
             self.study.enqueue_trial(dict(self._point(config)))
+        self.first_share = max(EXPLORED, len(leading))
+
+    @property
+    def best(self) -> float:
+        """The lowest score so far."""
+        return min(self.scores.values(), default=float("inf"))
+
+    def ratios(self) -> list[float]:
+        """Score over rank, for every config that has both."""
+        return [score / self.ranks[config] for config, score in self.scores.items() if config in self.ranks]
+
+    def promise(self, usual: float) -> float:
+        """The score to expect of the next config: its rank times the family's ratio, `usual` before anything is known;
+        of a config that TPE will draw, the best score so far."""
+        following = next((c for c in self.queued if c in self.unseen), None)
+        if following is None:
+            return self.best
+        return self.ranks.get(following, float("inf")) * statistics.median(self.ratios() or [usual])
 
     def _point(self, config: Config) -> tuple[tuple[str, Value], ...]:
         return tuple((name, value) for name, value in config.parameters if name in self.distributions)
@@ -92,13 +122,16 @@ class FamilySampler:
         if score is None:
             self.study.tell(trial, state=OptunaState.FAIL)
         else:
-            self.best = min(self.best, score)
+            self.scores[config] = score
             self.study.tell(trial, score)
 
 
 class Sampler:
-    """Shares a problem's budget between its families: a first share to each, then batches to the one with the best
-    score."""
+    """Shares a problem's budget between its families.
+
+    With ranks: a few of each family, then whatever promises the best score, ranks corrected by how each family has
+    scored so far. Without: a first share to each family, then batches to the one with the best score.
+    """
 
     FIRST_SHARE = 8
 
@@ -107,16 +140,36 @@ class Sampler:
         self.left = self.total = max(0, min(budget, sum(len(f.unseen) for f in families.values())))
 
     def ask(self, count: int) -> list[Config]:
-        """The next batch: the first share of every family that has had none, else `count` configs of the best family;
-        fewer at the end, [] when the budget is spent or every family is exhausted."""
+        """The next batch, about `count`; fewer at the end, [] when the budget is spent or every family is
+        exhausted."""
+        ranked = any(f.ranks for f in self.families.values())
+        found = self._promising(count) if ranked else self._shared(count)
+        self.left -= len(found)
+        return found
+
+    def _shared(self, count: int) -> list[Config]:
+        """The first share of every family that has had none, else `count` configs of the best family."""
         open_families = [f for f in self.families.values() if f.unseen]
         untried = [f for f in open_families if not f.tried]
         chosen = untried or sorted(open_families, key=lambda f: f.best)[:1]
         found: list[Config] = []
         for family in chosen:
             found += family.ask(min(self.FIRST_SHARE if untried else count, self.left - len(found)))
-        self.left -= len(found)
         return found
+
+    def _promising(self, count: int) -> list[Config]:
+        """A few of every family that has had none, and what promises most; the most promising first."""
+        found: list[Config] = []
+        usual = statistics.median([r for f in self.families.values() for r in f.ratios()] or [1.0])
+        for family in self.families.values():
+            if not family.tried:
+                found += family.ask(min(family.first_share, self.left - len(found)))
+        while len(found) < min(count, self.left):
+            open_families = [f for f in self.families.values() if f.unseen]
+            if not open_families:
+                break
+            found += min(open_families, key=lambda f: f.promise(usual)).ask(1)
+        return sorted(found, key=lambda c: self.families[c.family].ranks.get(c, float("inf")))
 
     def tell(self, config: Config, score: float | None) -> None:
         """Pass a result on to its family."""

@@ -10,6 +10,7 @@ from .bench import CONTENDER
 from .dispatch import digest_today, triton_minor
 from .errors import WorkerError
 from .evaluate import COMPILED, TORCH
+from .guide import carried, neighbours, ranked
 from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .pool import Compile, CompilePool, Outcome, compile_candidate
@@ -203,17 +204,21 @@ def is_current(trial: Trial, silicon: Silicon) -> bool:
 
 
 def make_sampler(context: Context, problem: Problem, standing: Sequence[Trial]) -> Sampler:
-    """The sampler of a problem; it starts with the built-in default and with the trials that stand."""
-    space = load_space(problem.op)
-    default = space.default(problem, context.silicon)
+    """The sampler of a problem: it starts with the built-in default, winners of neighbouring problems, the model's
+    ranks, and the trials that stand."""
+    space, silicon = load_space(problem.op), context.silicon
+    near = neighbours(context.store, problem, silicon)
+    leading = [*carried(space, problem, silicon, near), space.default(problem, silicon)]
     seen = {t.config: t.measurement.score if t.measurement else None for t in standing}
     families: dict[str, FamilySampler] = {}
-    for family in space.families(problem, context.silicon):
-        candidates = space.candidates(problem, context.silicon, family.name)
-        choices = space.choices(problem, context.silicon, family.name)
+    for family in space.families(problem, silicon):
+        candidates = space.candidates(problem, silicon, family.name)
+        choices = space.choices(problem, silicon, family.name)
         own = {c: seen[c] for c in candidates if c in seen}
+        first = [config for config in leading if config is not None and config.family == family.name]
+        ranks = ranked(problem, candidates, silicon)
         if candidates:
-            families[family.name] = FamilySampler(candidates, choices, context.seed, default, own)
+            families[family.name] = FamilySampler(candidates, choices, context.seed, first, own, ranks)
     return Sampler(families, context.budget - sum(len(family.seen) for family in families.values()))
 
 

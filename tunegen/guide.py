@@ -1,0 +1,69 @@
+"""What a search starts from: candidates by the model's estimate, and what won for neighbouring problems."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import NamedTuple
+
+from .compile import load, make_plan
+from .dispatch import triton_minor
+from .estimate import estimate_us
+from .model import PROTOCOL, Config, Problem, Silicon
+from .ops import op_spec
+from .render import renderings
+from .space import SearchSpace
+from .store import Store
+
+SIZE = ("rows", "hidden")
+"""What neighbouring problems differ in."""
+NEIGHBOURS = 3
+"""Problems whose winners are tried first."""
+
+
+class Winner(NamedTuple):
+    """The best config of a problem of another size."""
+
+    rows: int
+    hidden: int
+    config: Config
+
+
+def ranked(problem: Problem, configs: Sequence[Config], silicon: Silicon) -> dict[Config, float]:
+    """Microseconds by the model before anything is compiled; without those whose template cannot be planned."""
+    spec = op_spec(problem.op)
+    found: dict[Config, float] = {}
+    for config in configs:
+        with suppress(Exception):  # whatever a template does: compiling it will say why
+            source, *_ = renderings(problem, config, spec)
+            plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+            found[config] = estimate_us(spec, problem, config, plan, None, silicon)
+    return found
+
+
+def neighbours(store: Store, problem: Problem, silicon: Silicon) -> list[Winner]:
+    """What won on this GPU, with this Triton, for problems that differ in their size only."""
+    same = {field.name: getattr(problem, field.name) for field in fields(problem) if field.name not in SIZE}
+    key = {"silicon": silicon.name, "triton": triton_minor(), "protocol": PROTOCOL, "kind": "measured"}
+    rows = [
+        row for row in store.winners(**same, **key) if (row["rows"], row["hidden"]) != (problem.rows, problem.hidden)
+    ]
+    return [Winner(r["rows"], r["hidden"], Config.of(r["family"], json.loads(r["parameters"]))) for r in rows]
+
+
+def carried(space: SearchSpace, problem: Problem, silicon: Silicon, winners: Iterable[Winner]) -> list[Config]:
+    """Winners of the nearest problems as configs of this one, the nearest first: values that follow from others are
+    computed anew, and what is not valid here is left out."""
+
+    def distance(winner: Winner) -> float:
+        return abs(math.log2(winner.rows / problem.rows)) + abs(math.log2(winner.hidden / problem.hidden))
+
+    known = {family.name for family in space.families(problem, silicon)}
+    found: list[Config] = []
+    for winner in sorted(winners, key=distance)[:NEIGHBOURS]:
+        if winner.config.family in known:
+            found += space.candidates(problem, silicon, winner.config.family, dict(winner.config.parameters))[:1]
+    return list(dict.fromkeys(found))
