@@ -62,6 +62,7 @@ def figures(candidates: Sequence[Candidate], silicon: Silicon, blind: bool) -> l
         rows.append(
             {
                 "problem": group[0].problem.label(),
+                "hidden": group[0].problem.hidden,
                 "family": family,
                 "candidates": len(group),
                 "spearman": round(spearman(estimates, times), 3),
@@ -69,6 +70,17 @@ def figures(candidates: Sequence[Candidate], silicon: Silicon, blind: bool) -> l
             }
         )
     return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Over groups."""
+    spearmans, tops = [row["spearman"] for row in rows], [row["top"] for row in rows]
+    return {
+        "groups": len(rows),
+        "median spearman": round(statistics.median(spearmans), 3),
+        "median top": round(statistics.median(tops), 3),
+        "mean top": round(statistics.mean(tops), 3),
+    }
 
 
 def estimated(candidate: Candidate, silicon: Silicon, blind: bool = False) -> float:
@@ -91,12 +103,13 @@ def main() -> None:
     rows = [row for group in read(options.databases).values() for row in figures(group, silicon, options.blind)]
     for row in rows:
         print(f"{row['problem']:34} {row['family']:20} {row['candidates']:4} {row['spearman']:7.3f} {row['top']:5.2f}")
-    medians = {name: statistics.median(row[name] for row in rows) for name in ("spearman", "top")}
-    medians["top_mean"] = round(statistics.mean(row["top"] for row in rows), 3)
-    print(f"{'median of ' + str(len(rows)):60} {medians['spearman']:7.3f} {medians['top']:5.2f}")
-    print(f"{'mean share of the top five':68} {medians['top_mean']:5.2f}")
+    summaries = {"all": summary(rows)}
+    for width in sorted({row["hidden"] for row in rows}):
+        summaries[f"N = {width}"] = summary([row for row in rows if row["hidden"] == width])
+    for name, found in summaries.items():
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in found.items())}")
     if options.out:
-        found = {"gpu": silicon.name, "blind": options.blind, "medians": medians, "groups": rows}
+        found = {"gpu": silicon.name, "blind": options.blind, "summaries": summaries, "groups": rows}
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,10 +1,16 @@
-"""What sweeps have measured, read back from their databases or from an excerpt of them in JSON Lines."""
+"""What sweeps have measured, read back from their databases or from an excerpt of them in JSON Lines.
+
+    python benchmarks/measured.py tune.db [more.db ...] --only "forward 4096x4096 bf16" --out excerpt.jsonl
+
+writes an excerpt: a line that says on what it was measured, then a line for each timed candidate of the named problems.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +67,16 @@ def line(candidate: Candidate) -> str:
     )
 
 
+def excerpt(paths: Sequence[Path], labels: Sequence[str]) -> list[str]:
+    """Lines of an excerpt: the problems with these labels."""
+    about = set()
+    for path in paths:
+        with Store.read(path) as store:
+            about |= {f"{r['silicon']}, Triton {r['triton']}, torch {r['torch']}" for r in store.trials(stage="screen")}
+    chosen = [c for problem, found in read(paths).items() if problem.label() in labels for c in found]
+    return [json.dumps({"about": "; ".join(sorted(about))}), *map(line, chosen)]
+
+
 def plan_of(spec: OpSpec, candidate: Candidate, silicon: Silicon) -> Plan:
     """What the candidate launches, by today's template; nothing is compiled."""
     problem, config = candidate.problem, candidate.config
@@ -94,3 +110,17 @@ def _candidate(row: Mapping[str, Any]) -> Candidate:
     resources = Resources(row["registers"], row["spill_bytes"], row["shared_bytes"])
     config = Config.of(row["family"], json.loads(row["parameters"]))
     return Candidate(problem, config, row["kind"], resources, row["score"])
+
+
+def main() -> None:
+    """Write an excerpt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("databases", nargs="+", type=Path)
+    parser.add_argument("--only", action="append", required=True, help="a problem's label; may be repeated")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.write_text("\n".join(excerpt(options.databases, options.only)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,16 @@
 """What a candidate might take: the model that ranks candidates on a machine without a GPU, and ahead of measurements.
 
-A kernel is a number of programs; each multiprocessor holds some of them at a time and each walks over some tiles. Four
-things bound it, and the kernel takes about as long as the slowest of them:
+A multiprocessor holds some of a kernel's programs at a time, and each walks over some tiles. The slowest of four things
+decides:
 
 - memory: the bytes moved, at the rate of a copy;
-- latency (Little's law): a tile takes the memory's latency and the time to add up and store it; the tiles that the
-  resident programs have under way together are all that hides it. Prefetch hides it further, up to the processing;
-- instructions: what the multiprocessor issues for all tiles it handles, sums that go through shared memory included;
+- latency (Little's law): a tile takes the memory's latency, and its processing; what hides them is the tiles that the
+  resident programs have under way together, more of them with prefetch;
+- instructions: what a multiprocessor issues for all its tiles, sums through shared memory included;
 - starts: a multiprocessor starts one program at a time.
 
-Each wave of programs fills and drains once; each further kernel costs a launch and reads what the one before left.
-Parameters count by their meaning in `templates/README.md`; a family that has none of them is a program's share of the
-elements as one tile. The constants were fitted to sweeps of an H200 at N = 4096 (benchmarks/cost_model.py prints how
-well the model ranks those and other problems): they rank, and do not predict microseconds to better than a factor.
+On top come the first tile of a wave of programs, and for each further kernel a launch and the workspace it reads.
+Parameters count by their meaning in `templates/README.md`; without any, a program's share of the elements is one tile.
 """
 
 from __future__ import annotations
@@ -34,42 +32,26 @@ L1_BYTES = 196608
 VECTOR = 16
 """Bytes that a thread loads at once."""
 
-# Fitted; times in nanoseconds.
-LATENCY = 500.0
-"""From a load to its data, in an idle machine."""
-BUSY = 1400.0
-"""The same while all multiprocessors load."""
-L2_LATENCY = 500.0
-"""Of what another read has brought there."""
-THREAD_ELEMENT = 2.8
-"""Of a tile's processing, for each element that a thread loads or stores: a thread's own instructions are serial."""
-REDUCTION = 110.0
-"""A sum over the warps of a program: shuffles, shared memory, barriers."""
-REDUCTION_WARP = 8.0
-"""Its share for each warp that has to arrive."""
-ISSUE = 0.02
-"""An element loaded or stored, of the multiprocessor's issue slots."""
-SUM = 50.0
-"""Each row of a tile that a thread sums beside others."""
-FOLD = 1.05
-"""A column's value that a warp passes on through shared memory, where the rows of a tile lie in several warps and
-columns are summed too."""
-START = 80.0
-"""Starting one program: rows of 128 elements, one a program, take this long at any number of warps."""
-LAUNCH = 700.0
-"""A kernel after another, or a fill with zeros."""
-ROUND = 30.0
-"""Another tile of the same program in a loop that the compiler unrolls: its loads are under way already."""
-CONGESTION = 0.08
-"""Lost for each time that more bytes are under way than CROWD, where the traffic reaches the memory at all."""
-CROWD = 55000
-"""Bytes under way on a multiprocessor beyond which they only queue."""
-CLOSING_BYTES = 8192
-"""Bytes under way of one program of a closing kernel."""
-ATOMIC = 0.004
-"""An addition to memory, when all multiprocessors add."""
-SHARPNESS = 7.0
-"""How nearly the slowest bound decides alone: the exponent of a norm over them."""
+# Nanoseconds, and what goes with them: fitted to sweeps of an H200 with Triton 3.6 at N = 4096 (LATENCY, L2_LATENCY,
+# ISSUE set by hand; START, SUM, FOLD from N = 128, where they show). `benchmarks/cost_model.py` prints how well they
+# rank those and other problems. They are within a tenth of most times there; elsewhere they rank, no more.
+LATENCY = 500.0  # from a load to its data, in an idle machine
+BUSY = 1400.0  # the same while all multiprocessors load
+L2_LATENCY = 500.0  # of what another read or another kernel has left there
+THREAD_ELEMENT = 2.8  # an element that a thread loads or stores: its own instructions are serial
+REDUCTION = 110.0  # a sum over the warps of a program: shuffles, shared memory, barriers
+REDUCTION_WARP = 8.0  # its share for each warp that has to arrive
+SUM = 50.0  # each row of a tile that a thread sums beside others
+FOLD = 1.05  # a column's sum that a warp hands on through shared memory, where a tile's rows lie in several warps
+ISSUE = 0.02  # an element loaded or stored, of the multiprocessor's issue slots
+START = 80.0  # starting a program: rows of 128 elements, one a program, take this long at any number of warps
+ROUND = 30.0  # another chunk of an unrolled loop: its loads are under way already
+LAUNCH = 700.0  # a kernel after another, or a fill with zeros
+ATOMIC = 0.004  # an addition to memory, when all multiprocessors add
+CROWD = 55000  # bytes under way on a multiprocessor beyond which they only queue
+CONGESTION = 0.08  # bandwidth lost for each CROWD more, in as far as the traffic reaches the memory
+CLOSING_BYTES = 8192  # bytes under way of one program of a closing kernel
+SHARPNESS = 7.0  # how nearly the slowest bound decides alone: the exponent of a norm over them
 
 
 class Tile(NamedTuple):
@@ -81,8 +63,7 @@ class Tile(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A kernel that goes over the op's tensors: its programs, bytes it moves, tensors of whole rows read and written.
-    rows or columns that a tile adds up."""
+    """A kernel that goes over the op's tensors: its programs, bytes moved, tensors of whole rows read and written."""
 
     problem: Problem
     config: Config
@@ -97,11 +78,6 @@ class Pass(NamedTuple):
         """Of one tensor."""
         return self.tile.rows * self.tile.columns
 
-    @property
-    def tile_bytes(self) -> int:
-        """Of one tensor."""
-        return self.tile_elements * DTYPE_BYTES[self.problem.x_dtype]
-
 
 def bandwidth(silicon: Silicon) -> float:
     """Bytes a second of the memory by clock (double data rate) and bus width, times COPY_SHARE."""
@@ -115,12 +91,13 @@ def streams(spec: OpSpec, problem: Problem) -> tuple[int, int]:
 
 
 def tile_of(problem: Problem, config: Config, programs: int) -> Tile:
-    """The tile by the config's own words; without any, a program's share."""
+    """The tile by the config's own words, a thread block's part of it; without any, a program's share."""
     numbers = config.numbers
     width = numbers.get("BLOCK_SIZE") or numbers.get("CHUNK")
     if width is None and "ROWS" not in numbers:
         return Tile(1, max(1, problem.rows * problem.hidden // programs), programs)
-    rows, columns = min(numbers.get("ROWS", 1), problem.rows), min(width or problem.hidden, problem.hidden)
+    rows = min(numbers.get("ROWS", 1), problem.rows)
+    columns = math.ceil(min(width or problem.hidden, problem.hidden) / config.num_ctas)
     return Tile(rows, columns, math.ceil(problem.rows / rows) * math.ceil(problem.hidden / columns))
 
 
@@ -156,17 +133,17 @@ def folding(over: Pass) -> float:
 
 def processing(over: Pass, elements: int) -> float:
     """Nanoseconds from the data of a tile, `elements` of each tensor, in a program to its results on their way."""
-    warps = over.config.num_warps
+    warps, element = over.config.num_warps, DTYPE_BYTES[over.problem.x_dtype]
     sums = 2 if over.config.structure.get("RSTD") == "recomputed" else 1
     across = REDUCTION + REDUCTION_WARP * warps if warps > 1 else 0.5 * REDUCTION
-    rows_a_thread = min(over.tile.rows, over.tile_bytes / VECTOR / (32 * warps))
+    rows_a_thread = min(over.tile.rows, over.tile_elements * element / VECTOR / (32 * warps))
     serial = elements * (over.reads + over.writes) / (32 * warps) * THREAD_ELEMENT
     return serial + sums * (across + SUM * rows_a_thread) + folding(over)
 
 
 def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
     """Nanoseconds of a pass, without its launch."""
-    each = math.ceil(over.programs / silicon.sms)
+    each, element = math.ceil(over.programs / silicon.sms), DTYPE_BYTES[over.problem.x_dtype]
     beside = min(resident_programs(resources, over.config, silicon), each)
     walked = math.ceil(over.tile.total / over.programs)
     process = processing(over, over.tile_elements)
@@ -174,14 +151,15 @@ def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
     first = LATENCY + process
     if "CHUNK" in over.config.numbers:  # the row in an unrolled loop, then again, as the sum must be known first
         row = over.problem.hidden
-        again = L2_LATENCY if beside * row * DTYPE_BYTES[over.problem.x_dtype] > L1_BYTES else 0.0
+        again = L2_LATENCY if beside * row * element > L1_BYTES else 0.0
         first = LATENCY + again + 2 * walked * ROUND + processing(over, 2 * row)
         issue *= 2 * row / over.tile_elements
         walked = 1
     ahead = max(over.config.numbers.get("STAGES", 1) - 1, 0) if walked > 1 else 0
     step = max(process, (BUSY - LATENCY + first) / max(ahead, 1))
     fills = math.ceil(each / beside) if ahead else 1
-    crowd = max(0.0, beside * max(ahead, 1) * over.reads * over.tile_bytes / CROWD - 1) if walked > 1 else 0.0
+    under_way = beside * max(ahead, 1) * over.reads * over.tile_elements * element
+    crowd = max(0.0, under_way / CROWD - 1) if walked > 1 else 0.0
     past_l2 = max(0.0, 1 - silicon.l2_bytes / over.moved)
     bounds = (
         over.moved / bandwidth(silicon) * 1e9 * (1 + CONGESTION * crowd * past_l2),
@@ -201,10 +179,10 @@ def estimate_us(
     resources = resources or guess_resources(spec, problem, config)
     reads, writes = streams(spec, problem)
     scratch = plan.scratch_bytes()
-    over_rows = [launch for launch in plan.launches if launch.num_warps is None]
+    over_rows = [launch for launch in plan.launches if launch.num_warps is None] or [plan.launches[0]]
     total = LAUNCH * len(plan.launches)
     for launch in plan.launches:
-        programs = math.prod(launch.grid)
+        programs = math.prod(launch.grid) * (config.num_ctas if launch in over_rows else 1)
         if launch in over_rows:
             last = launch is over_rows[-1]  # of several, only this one writes
             moved = spec.bytes_moved(problem) * (1.0 if last else reads / (reads + writes)) + scratch

@@ -44,8 +44,8 @@ class FamilySampler:
         self.seen = seen = dict(seen or {})
         self.ranks = ranks = dict(ranks or {})
         by_rank = sorted(candidates, key=lambda config: ranks.get(config, float("inf")))
-        leading = [config for config in dict.fromkeys(leading) if config in candidates and config not in seen]
-        self.unseen = {c: None for c in (*leading, *by_rank) if c not in seen}
+        self.leading = [config for config in dict.fromkeys(leading) if config in candidates and config not in seen]
+        self.unseen = {c: None for c in (*self.leading, *by_rank) if c not in seen}
         # Parameters that follow from others are not Optuna's business: a drawn point is completed to the one valid
         # config.
         self.distributions: dict[str, BaseDistribution] = {
@@ -62,11 +62,11 @@ class FamilySampler:
             self.study.add_trial(create_trial(params=params, distributions=self.distributions, value=score))
         enumerated = len(self.unseen) <= ENUMERATED
         # Without ranks TPE starts from the leading ones, else from the first of the file: it needs a point.
-        ahead = len(leading) + SEEDED if ranks else max(len(leading), 1)
+        ahead = len(self.leading) + SEEDED if ranks else max(len(self.leading), 1)
         self.queued = list(self.unseen)[: None if enumerated else ahead]
         for config in self.queued:
             self.study.enqueue_trial(dict(self._point(config)))
-        self.first_share = max(EXPLORED, len(leading))
+        self.first_share = max(EXPLORED, len(self.leading))
 
     @property
     def best(self) -> float:
@@ -137,6 +137,7 @@ class Sampler:
 
     def __init__(self, families: Mapping[str, FamilySampler], budget: int) -> None:
         self.families = dict(families)
+        self.leading = {config for family in families.values() for config in family.leading}
         self.left = self.total = max(0, min(budget, sum(len(f.unseen) for f in families.values())))
 
     def ask(self, count: int) -> list[Config]:
@@ -158,7 +159,7 @@ class Sampler:
         return found
 
     def _promising(self, count: int) -> list[Config]:
-        """A few of every family that has had none, and what promises most; the most promising first."""
+        """A few of every family that has had none, and what promises most; leading ones first, then by rank."""
         found: list[Config] = []
         usual = statistics.median([r for f in self.families.values() for r in f.ratios()] or [1.0])
         for family in self.families.values():
@@ -169,7 +170,8 @@ class Sampler:
             if not open_families:
                 break
             found += min(open_families, key=lambda f: f.promise(usual)).ask(1)
-        return sorted(found, key=lambda c: self.families[c.family].ranks.get(c, float("inf")))
+        places = {f: (f not in self.leading, self.families[f.family].ranks.get(f, float("inf"))) for f in found}
+        return sorted(found, key=places.__getitem__)
 
     def tell(self, config: Config, score: float | None) -> None:
         """Pass a result on to its family."""
