@@ -7,7 +7,7 @@ import pytest
 from optuna.trial import TrialState as OptunaState
 
 from tunegen.model import Config
-from tunegen.sampler import ENUMERATED, FamilySampler, Sampler
+from tunegen.sampler import ENUMERATED, SEEDED, FamilySampler, Sampler
 
 SMALL = {"ROWS": [1, 2, 4], "num_warps": [2, 4]}
 LARGE = {"ROWS": [1, 2, 4, 8], "STAGES": [1, 2, 3, 4], "CHUNK": [1, 2, 4, 8, 16], "num_warps": [1, 2, 4, 8, 16]}
@@ -150,6 +150,52 @@ def test_family_known_from_an_earlier_sweep_needs_no_first_share():
     made["known"] = FamilySampler(configs(LARGE, "known"), LARGE, 0, seen=known)
     asked = [c.family for c in play(Sampler(made, 30), scores=lambda c: 1.0 if c.family == "known" else scores(c))]
     assert asked == ["new"] * Sampler.FIRST_SHARE + ["known"] * (30 - Sampler.FIRST_SHARE)
+
+
+def test_ranks_order_a_small_space_after_the_leading_ones():
+    ranks = {config: place for place, config in enumerate(reversed(COMPUTED), 1)}
+    asked = play(Sampler({"tile": tile(COMPUTED, SMALL, leading=COMPUTED[2:4], ranks=ranks)}, 100))
+    assert set(asked[:2]) == set(COMPUTED[2:4])
+    assert asked[2:] == [c for c in reversed(COMPUTED) if c not in COMPUTED[2:4]]
+
+
+def test_leading_and_best_ranked_go_ahead_of_tpe():
+    ranks = {config: place for place, config in enumerate(reversed(VALID), 1)}
+    asked = play(Sampler({"tile": tile(leading=VALID[:2], ranks=ranks)}, 30))
+    assert set(asked[:2]) == set(VALID[:2])
+    assert asked[2 : 2 + SEEDED] == VALID[: -SEEDED - 1 : -1]
+
+
+def ranked_families(ranks, scores):
+    """Small families whose configs all have the same rank and score: which is asked when?"""
+    made = {}
+    for name, rank in ranks.items():
+        candidates = configs(SMALL, name)
+        made[name] = FamilySampler(candidates, SMALL, 0, ranks=dict.fromkeys(candidates, rank))
+    return [c.family for c in play(Sampler(made, 100), count=8, scores=lambda config: scores[config.family])]
+
+
+def test_every_ranked_family_is_looked_at_and_the_best_ranked_goes_on():
+    asked = ranked_families({"bad": 9.0, "good": 1.0}, {"bad": 9.0, "good": 1.0})
+    assert asked == ["good"] * 6 + ["bad"] * 6
+    asked = ranked_families({"bad": 9.0, "good": 1.0, "so": 2.0}, {"bad": 9.0, "good": 1.0, "so": 2.0})
+    assert asked[:8] == ["good"] * 4 + ["so"] * 2 + ["bad"] * 2
+
+
+def test_a_family_that_the_ranks_wrong_is_found_by_its_scores():
+    asked = ranked_families({"praised": 1.0, "slighted": 3.0}, {"praised": 5.0, "slighted": 1.0})
+    assert asked[:8] == ["praised"] * 6 + ["slighted"] * 2  # the first batch knows no better
+    asked = ranked_families(
+        {"praised": 1.0, "slighted": 3.0, "dull": 2.0}, {"praised": 5.0, "slighted": 1.0, "dull": 4.0}
+    )
+    assert asked[8:12] == ["slighted"] * 4
+
+
+@pytest.mark.parametrize("budget", [0, -3, 5, 20])
+def test_budget_holds_with_ranks(budget):
+    made = {n: FamilySampler(configs(LARGE, n), LARGE, 0, ranks=dict.fromkeys(configs(LARGE, n), 1.0)) for n in "abc"}
+    sampler = Sampler(made, budget)
+    assert sampler.total == len(play(sampler)) == max(budget, 0)
 
 
 @pytest.mark.parametrize("budget", [0, -3, 5, 20])

@@ -17,7 +17,7 @@ from .model import Config, Value
 ENUMERATED = 64
 """Families with at most this many valid configs are tried whole, if the budget allows: in the order of the ranks, else
 of the search space."""
-SEEDED = 8
+SEEDED = 12
 """How many of a larger family's configs, by rank, go ahead of what TPE draws."""
 EXPLORED = 2
 """Configs that every ranked family may show before the ranks alone decide: they may be wrong about an algorithm."""
@@ -27,7 +27,7 @@ class FamilySampler:
     """Candidates of one family: `candidates` are its valid configs, `choices` what each parameter may be.
 
     `leading` go ahead of all others: the default, winners of neighbouring problems. `ranks` says what each candidate
-    may cost, in any unit, the lower the sooner. `seen` holds the scores of trials from an earlier sweep, None for
+    may cost, a positive number in any unit, the lower the sooner. `seen` holds the scores of trials from an earlier sweep, None for
     failed ones: they are learned from and not asked for again.
     """
 
@@ -77,13 +77,14 @@ class FamilySampler:
         """Score over rank, for every config that has both."""
         return [score / self.ranks[config] for config, score in self.scores.items() if config in self.ranks]
 
+    def expected(self, config: Config, usual: float) -> float:
+        """The score to expect: the rank times the family's ratio, or `usual` before anything is known."""
+        return self.ranks.get(config, float("inf")) * statistics.median(self.ratios() or [usual])
+
     def promise(self, usual: float) -> float:
-        """The score to expect of the next config: its rank times the family's ratio, `usual` before anything is known;
-        of a config that TPE will draw, the best score so far."""
+        """What to expect of the next config; where TPE will draw it, the best score so far."""
         following = next((c for c in self.queued if c in self.unseen), None)
-        if following is None:
-            return self.best
-        return self.ranks.get(following, float("inf")) * statistics.median(self.ratios() or [usual])
+        return self.best if following is None else self.expected(following, usual)
 
     def _point(self, config: Config) -> tuple[tuple[str, Value], ...]:
         return tuple((name, value) for name, value in config.parameters if name in self.distributions)
@@ -159,7 +160,7 @@ class Sampler:
         return found
 
     def _promising(self, count: int) -> list[Config]:
-        """A few of every family that has had none, and what promises most; leading ones first, then by rank."""
+        """A few of every family that has had none, and what promises most; leading ones first."""
         found: list[Config] = []
         usual = statistics.median([r for f in self.families.values() for r in f.ratios()] or [1.0])
         for family in self.families.values():
@@ -170,7 +171,7 @@ class Sampler:
             if not open_families:
                 break
             found += min(open_families, key=lambda f: f.promise(usual)).ask(1)
-        places = {f: (f not in self.leading, self.families[f.family].ranks.get(f, float("inf"))) for f in found}
+        places = {c: (c not in self.leading, self.families[c.family].expected(c, usual)) for c in found}
         return sorted(found, key=places.__getitem__)
 
     def tell(self, config: Config, score: float | None) -> None:
