@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tunegen.dispatch import triton_minor
 from tunegen.guide import NEIGHBOURS, Winner, carried, neighbours, ranked
 from tunegen.model import PROTOCOL, Config, Measurement, Problem, Trial, TrialState
@@ -18,13 +20,24 @@ WIDE = Config.of("single_block", {"BLOCK_SIZE": 8192, "ROWS": 1, "num_warps": 8}
 HERE = Config.of("single_block", {"BLOCK_SIZE": 4096, "ROWS": 1, "num_warps": 8})
 
 
-def test_every_candidate_of_every_family_has_a_rank():
-    for problem in (PROBLEM, Problem("rms_norm", "backward", 5120, 1024, weight_grad=True)):
-        for family in SPACE.families(problem, H200):
-            candidates = SPACE.candidates(problem, H200, family.name)
-            ranks = ranked(problem, candidates, H200)
-            assert list(ranks) == candidates
-            assert all(0 < us < 1e6 for us in ranks.values())
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PROBLEM,
+        replace(PROBLEM, hidden=131072, rows=512),
+        replace(PROBLEM, hidden=64, rows=3, x_dtype="fp64", weight_dtype=None),
+        Problem("rms_norm", "backward", 5120, 1024, weight_grad=True),
+        Problem("rms_norm", "backward", 65536, 1024, "fp32", "fp32", weight_grad=True),
+        Problem("rms_norm", "backward", 1000, 16384, weight_grad=False),
+    ],
+    ids=Problem.label,
+)
+def test_every_candidate_of_every_family_has_a_rank(problem):
+    for family in SPACE.families(problem, H200):
+        candidates = SPACE.candidates(problem, H200, family.name)
+        ranks = ranked(problem, candidates, H200)
+        assert list(ranks) == candidates
+        assert all(0 < us < 1e6 for us in ranks.values())
 
 
 def test_a_template_that_fails_costs_its_ranks_and_nothing_else():

@@ -34,7 +34,7 @@ VECTOR = 16
 
 # Nanoseconds, and what goes with them: fitted to sweeps of an H200 with Triton 3.6 at N = 4096 (LATENCY, L2_LATENCY,
 # ISSUE set by hand; START, SUM, FOLD from N = 128, where they show). `benchmarks/cost_model.py` prints how well they
-# rank those and other problems. They are within a tenth of most times there; elsewhere they rank, no more.
+# rank those and other problems. Nine times of ten they are within a fifth there; elsewhere they rank, no more.
 LATENCY = 500.0  # from a load to its data, in an idle machine
 BUSY = 1400.0  # the same while all multiprocessors load
 L2_LATENCY = 500.0  # of what another read or another kernel has left there

@@ -27,8 +27,8 @@ class FamilySampler:
     """Candidates of one family: `candidates` are its valid configs, `choices` what each parameter may be.
 
     `leading` go ahead of all others: the default, winners of neighbouring problems. `ranks` says what each candidate
-    may cost, a positive number in any unit, the lower the sooner. `seen` holds the scores of trials from an earlier sweep, None for
-    failed ones: they are learned from and not asked for again.
+    may cost, a positive number in any unit, the lower the sooner. `seen` holds the scores of trials from an earlier
+    sweep, None for failed ones: they are learned from and not asked for again.
     """
 
     def __init__(
