@@ -43,11 +43,15 @@ def trials_needed(order: Iterator[Config], scores: Mapping[Config, float], goal:
 
 
 def asked(sampler: Sampler, scores: Mapping[Config, float]) -> Iterator[Config]:
-    """Configs in the order of trials; a batch is told one by one, as in a sweep."""
-    while batch := sampler.ask(BATCH):
+    """Configs in the order of trials; as in a sweep, a batch is told one by one, and the next one is asked for before,
+    so that it compiles meanwhile."""
+    batch = sampler.ask(BATCH)
+    while batch:
+        following = sampler.ask(BATCH)
         for config in batch:
             yield config
             sampler.tell(config, scores[config])
+        batch = following
 
 
 def sampler_of(
