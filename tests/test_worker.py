@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
+from types import SimpleNamespace
 
 import pytest
 from fake_gpu import H200, PROBLEM, TILES, VERSIONS, FakeGpu, us_of
@@ -145,6 +148,47 @@ def test_process_ends_when_its_connection_does(gpu):
     worker.screen(TILES[0], None)
     worker._connection.close()
     wait_until(lambda: not alive(gpu.processes()))
+
+
+def test_process_that_cannot_be_killed_is_given_up(gpu, monkeypatch):
+    """One that waits in the driver for a GPU that no longer answers."""
+    monkeypatch.setattr(worker_module, "KILL_SECONDS", 0.2)
+    gpu.faults = {TILES[0].label(): "hang"}
+    monkeypatch.setattr(worker_module, "SCREEN_SECONDS", 0.5)
+    with gpu.worker() as worker:
+        worker.open(PROBLEM)
+        worker.start()
+        process = worker._process
+        monkeypatch.setattr(process, "kill", lambda: None)
+        assert worker.screen(TILES[0], SPENT).state is TrialState.TIMEOUT
+        assert worker.screen(TILES[1], SPENT).state is TrialState.OK
+    assert process.is_alive()
+    monkeypatch.undo()
+    process.kill()
+    process.join()
+
+
+def test_interrupt_as_the_process_starts_is_an_interrupt(gpu, monkeypatch):
+    def interrupted(process):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), gpu.worker() as worker:
+        worker.start()
+
+
+def test_real_process_ends_quietly_when_its_answer_is_not_read(monkeypatch):
+    """The parent closes the connection with an answer in it: the child's next read is no end of file, but a reset."""
+    ours, theirs = multiprocessing.Pipe()
+    server = SimpleNamespace(facts=Facts(H200, VERSIONS), screen=lambda: "an answer")
+    monkeypatch.setattr("tunegen.serving.Server", lambda device, seed: server)
+    child = threading.Thread(target=serve, args=(theirs, 0, 0))
+    ours.send(("screen", ()))
+    child.start()
+    wait_until(lambda: ours.poll())
+    ours.close()
+    child.join(20)
+    assert not child.is_alive()
 
 
 def test_real_process_says_that_there_is_no_such_gpu():

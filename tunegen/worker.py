@@ -33,6 +33,8 @@ OPEN_SECONDS = 120.0
 SCREEN_SECONDS = 60.0
 FINAL_SECONDS = 300.0
 STOP_SECONDS = 10.0
+KILL_SECONDS = 10.0
+"""A process that waits in the driver for a GPU that no longer answers cannot be killed: it is given up."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ class Worker:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
             arguments = (self.target, theirs, self.device, self.seed)
-            self._process = context.Process(target=_following, args=arguments, daemon=True)
+            process = context.Process(target=_following, args=arguments, daemon=True)
             with deaf_to_interrupts():
-                self._process.start()
+                process.start()
+            self._process = process
             theirs.close()
             self._opened = None
             try:
@@ -128,7 +131,7 @@ class Worker:
             self._connection.close()
             self._process.join(patience)
             self._process.kill()
-            self._process.join()
+            self._process.join(KILL_SECONDS)
             self._process = self._connection = None
 
     def _guarded(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
@@ -200,7 +203,7 @@ def serve(connection: Connection, device: int, seed: int) -> None:
         connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
         return
     connection.send(server.facts)
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             method, arguments = connection.recv()
             try:
