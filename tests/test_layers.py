@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors paths processes model",
+    "records": "errors paths model",
     "inputs": "recorded silicon expressions entries space reference ops.rms_norm_spec ops",
-    "making": "render migrations records store sampler",
+    "making": "render migrations records liveness store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
     "judging": "verify sensors bench ties estimate",
     "tuning": "evaluate pool worker serving guide sweep sweep_target attempt",
@@ -51,7 +51,7 @@ HEAVY = {
     "jinja2": "render",
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
-    "sqlite3": "lookup records store",
+    "sqlite3": "lookup records liveness store",
     "click": "cli cli_options commands single gates.command",
     "rich": "cli_options commands single progress report gates.command",
     "triton": "",

@@ -16,9 +16,9 @@ import pytest
 from fake_gpu import H200, PROBLEM, TILES, FakeGpu
 
 from tunegen import paths
+from tunegen.liveness import process_identity
 from tunegen.model import Config, Problem, Resources, TrialState
 from tunegen.pool import CompilePool, _is_lost, compile_candidate
-from tunegen.processes import process_identity
 
 GOOD = Resources(32, 0, 1024, "binary")
 

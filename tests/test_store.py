@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -329,6 +330,26 @@ def test_unreadable_parameters_cost_one_row(store):
         assert len(store.trials()) == 2
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        *(("trials", column, "fast") for column in ("us", "score", "sentinel_us", "registers", "error_ulp")),
+        *(("trials", column, b"\xff") for column in ("us", "digest", "reason", "parameters")),
+        ("trials", "score", None),
+        ("samples", "us", "fast"),
+        ("samples", "sentinel_us", b"\xff"),
+    ],
+)
+def test_value_of_another_type_costs_its_row(store, table, column, value):
+    """A sweep would else compare text with numbers."""
+    sweep = begin(store)
+    broken = add(store, sweep, measured(10.0, family="broken"))
+    add(store, sweep, measured(11.0, family="sound"))
+    where = "id" if table == "trials" else "trial_id"
+    store._connection.execute(f"UPDATE {table} SET {column} = ? WHERE {where} = ?", (value, broken))
+    assert [key[0] for key in store.seen(HERE, PROBLEM, "3.8", 1, "measured")] == ["sound"]
+
+
 def test_filters_take_columns_and_python_values(store):
     sweep = begin(store)
     add(store, sweep, measured(10.0))
@@ -402,6 +423,63 @@ def test_adoption_leaves_running_sweeps_alone(store):
     assert winner(store)["half"] == 0
 
 
+def test_adoption_sees_who_was_killed_meanwhile(store):
+    """A sweep beside this one that is killed: what it left is not half a sweep's for ever."""
+    killed, adopting = begin(store), begin(store)
+    add(store, killed, measured(10.0))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store._connection.execute("UPDATE sweeps SET pid = ? WHERE id = ?", (ended.pid, killed))
+    store.adopt(adopting, store.seen(HERE, PROBLEM, "3.8", 1, "measured").values())
+    store.finish_sweep(adopting)
+    assert (winner(store)["sweep_id"], winner(store)["half"]) == (adopting, 0)
+
+
+def states(store):
+    return [row[0] for row in store._connection.execute("SELECT state FROM sweeps ORDER BY id")]
+
+
+@pytest.mark.parametrize(
+    ("started", "stored", "state"), [(2, None, "interrupted"), (2, 0.9, "running"), (0, None, "running")]
+)
+def test_silent_sweep_of_another_host_is_interrupted_after_a_day(store, started, stored, state):
+    """In a container that is no more, say: nobody else can tell that its process has ended."""
+
+    def ago(days):
+        return (datetime.now(timezone.utc) - timedelta(days=days)).isoformat(timespec="seconds")
+
+    sweep = begin(store)
+    store._connection.execute("UPDATE sweeps SET host = 'gone', started = ?", (ago(started),))
+    if stored is not None:
+        add(store, sweep, measured(10.0))
+        store._connection.execute("UPDATE trials SET created = ?", (ago(stored),))
+    begin(store)
+    assert states(store) == [state, "running"]
+
+
+def test_trials_of_a_problem_set_apart_are_half_a_sweeps(store):
+    other = replace(PROBLEM, rows=7)
+    sweep = begin(store)
+    add(store, sweep, measured(10.0))
+    add(store, sweep, measured(10.0, other))
+    for problem in (other, replace(PROBLEM, rows=8)):  # the second has no trials
+        store.set_apart(sweep, problem)
+    store.finish_sweep(sweep)
+    assert states(store) == ["finished", "interrupted"]
+    assert {row["rows"]: row["half"] for row in store.winners()} == {PROBLEM.rows: 0, other.rows: 1}
+    columns = "silicon_id, started, arguments, host, pid, process, tunegen, torch, triton, driver, seed"
+    assert store._connection.execute(f"SELECT count(*) FROM (SELECT DISTINCT {columns} FROM sweeps)").fetchone() == (1,)
+
+
+def test_finished_sweep_stays_finished(store):
+    """An interrupt that comes as a sweep ends."""
+    sweep = begin(store)
+    store.finish_sweep(sweep)
+    with pytest.raises(StoreError, match=f"no sweep {sweep} to finish"):
+        store.finish_sweep(sweep, "interrupted")
+    assert states(store) == ["finished"]
+
+
 def test_only_sweeps_of_dead_processes_of_this_host_are_interrupted(store):
     own = begin(store)
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -420,6 +498,28 @@ def test_only_sweeps_of_dead_processes_of_this_host_are_interrupted(store):
 
 
 # Transactions and several processes (H19)
+
+
+def test_interrupt_as_a_transaction_begins_leaves_none_open(store, monkeypatch):
+    """Ctrl-C while BEGIN IMMEDIATE waits for another writer is raised when it has begun."""
+    sweep, connection = begin(store), store._connection
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(connection, name)
+
+        def execute(self, sql, *values):
+            found = connection.execute(sql, *values)
+            if sql == "BEGIN IMMEDIATE":
+                raise KeyboardInterrupt
+            return found
+
+    monkeypatch.setattr(store, "_connection", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        add(store, sweep, measured(10.0))
+    monkeypatch.undo()
+    store.finish_sweep(sweep, "interrupted")
+    assert (states(store), store.trials()) == (["interrupted"], [])
 
 
 def test_every_write_is_inside_begin_immediate(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ CREATE TABLE silicon (
     UNIQUE (name, capability, sms, l2_bytes, memory_clock_khz, memory_bus_bits, shared_limit)
 )"""
 
-# `process` tells a process from a later one with its pid (see store.process_identity).
+# `process` tells a process from a later one with its pid (see liveness.process_identity).
 _SWEEPS = """
 CREATE TABLE sweeps (
     id INTEGER PRIMARY KEY,

@@ -26,6 +26,8 @@ LOADED = (
     *RESOURCES,
     *MEASUREMENT,
 )
+NUMBERS = ("registers", "spill_bytes", "shared_bytes", "scratch_bytes", "error_ulp", "estimate_us")
+NUMBERS += (*MEASUREMENT, *JUDGEMENT)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,14 @@ def samples_of(trial: Trial) -> list[dict[str, object]]:
     ]
 
 
+def _has_types(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Whether texts are texts and numbers are numbers: SQLite keeps what it is given."""
+    texts = (row["digest"], row["stage"], row["reason"])
+    samples = [r[name] for r in rows for name in ("block_us", "block_sentinel_us")]
+    numbers = [*(row[name] for name in NUMBERS), *samples]
+    return all(type(text) is str for text in texts) and all(type(n) in (int, float, type(None)) for n in numbers)
+
+
 def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> StoredTrial | None:
     """The trial of a row, repeated once a sample; None when it is unreadable."""
     row = rows[0]
@@ -134,11 +144,15 @@ def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> Store
         config, state = Config.of(row["family"], json.loads(row["parameters"])), TrialState(row["state"])
     except (ValueError, TypeError, AttributeError):
         return None
+    if not _has_types(row, rows):
+        return None
     pairs = [(r["block_us"], r["block_sentinel_us"]) for r in rows if r["block_us"] is not None]
     blocks, sentinels = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     measurement, resources = None, None
     if all(row[name] is not None for name in MEASUREMENT):
         measurement = Measurement(row["us"], row["score"], row["sentinel_us"], blocks, sentinels)
+    elif state is TrialState.OK and kind != "estimated":
+        return None
     if row["shared_bytes"] is not None:
         resources = Resources(row["registers"], row["spill_bytes"], row["shared_bytes"], row["binary"] or "")
     return StoredTrial(

@@ -21,8 +21,8 @@ from sqlite_utils import Database
 from . import migrations as schema
 from . import records
 from .errors import StoreError
+from .liveness import mark_interrupted, process_identity
 from .model import Problem, Silicon, Trial
-from .processes import process_identity
 from .records import StoredTrial
 
 BUSY_SECONDS = 30
@@ -33,6 +33,7 @@ _REMEDIES = (
     ("not a database", "it is left as it is: move it away, or set TUNEGEN_DB to another file"),
     ("malformed", "it is damaged and left as it is: move it away, or set TUNEGEN_DB to another file"),
     ("full", "free some space on that disk"),
+    ("disk I/O", "is that disk full, or failing?"),
 )
 
 TrialKey = tuple[str, str, str, str]
@@ -95,14 +96,14 @@ class Store:
     def begin_sweep(
         self, silicon: Silicon, arguments: Mapping[str, Any], versions: Mapping[str, str], seed: int
     ) -> int:
-        """Record that this process begins a sweep; sweeps of this host whose process has ended become `interrupted`.
+        """Record that this process begins a sweep; sweeps that have ended without a word become `interrupted`.
 
         `versions` may have the keys of `VERSIONS`. Raises StoreError on another key or when the file cannot be written.
         """
         if unknown := sorted(set(versions) - set(VERSIONS)):
             raise StoreError(f"unknown version {unknown[0]!r} of a sweep; allowed are {', '.join(VERSIONS)}")
         with self._writing() as connection:
-            _mark_interrupted(connection)
+            mark_interrupted(connection)
             row = {
                 "silicon_id": _silicon_id(connection, silicon),
                 "started": records.now(),
@@ -117,11 +118,12 @@ class Store:
             return int(connection.execute(records.insert("sweeps", row), row).lastrowid or 0)
 
     def finish_sweep(self, sweep_id: int, state: str = "finished") -> None:
-        """Set the state a sweep ended in. Raises StoreError for an unknown sweep or state."""
+        """Set the state a sweep ended in. Raises StoreError for an unknown state, or for a sweep that is unknown or has
+        finished."""
         with self._writing() as connection:
-            sql = "UPDATE sweeps SET state = ?, finished = ? WHERE id = ?"
+            sql = "UPDATE sweeps SET state = ?, finished = ? WHERE id = ? AND state <> 'finished'"
             if connection.execute(sql, (state, records.now(), sweep_id)).rowcount != 1:
-                raise StoreError(f"{self.path} has no sweep {sweep_id}")
+                raise StoreError(f"{self.path} has no sweep {sweep_id} to finish")
 
     def add(self, sweep_id: int, trial: Trial, protocol: int, triton: str, torch: str) -> int:
         """Store a trial with its samples, in one transaction; a trial with the same key is replaced and keeps its id.
@@ -173,8 +175,23 @@ class Store:
         """
         unfinished = "SELECT id FROM sweeps WHERE state = 'interrupted'"
         with self._writing() as connection:
+            mark_interrupted(connection)  # one may have been killed since this sweep began
             sql = f"UPDATE trials SET sweep_id = ? WHERE id = ? AND sweep_id IN ({unfinished})"
             connection.executemany(sql, [(sweep_id, trial.id) for trial in trials])
+
+    def set_apart(self, sweep_id: int, problem: Problem) -> None:
+        """Give the trials of a problem that a sweep had to leave out to an interrupted sweep of their own, if there are
+        any, so that the best of them counts as half a sweep's. Raises StoreError when the file cannot be written."""
+        of_problem = {"sweep_id": sweep_id, **schema.problem_row(problem)}
+        with self._writing() as connection:
+            where = schema.equal(of_problem)
+            if connection.execute(f"SELECT 1 FROM trials WHERE {where} LIMIT 1", of_problem).fetchone() is None:
+                return
+            cursor = connection.execute("SELECT * FROM sweeps WHERE id = ?", (sweep_id,))
+            row = dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
+            row.update(id=None, state="interrupted", finished=schema.now())
+            new = connection.execute(schema.insert("sweeps", row), row).lastrowid
+            connection.execute(f"UPDATE trials SET sweep_id = {new} WHERE {where}", of_problem)
 
     def winners(self, **filters: object) -> list[dict[str, Any]]:
         """The best OK trial of each problem, GPU, Triton, protocol and kind; `half` is 1 while its sweep is unfinished.
@@ -209,8 +226,8 @@ class Store:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """The one way to write: BEGIN IMMEDIATE, then COMMIT, or ROLLBACK on any exception."""
         with self._explained():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            try:  # around BEGIN too: an interrupt while it waits for another writer is raised once it has begun
+                self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -258,14 +275,6 @@ class Store:
         if self._pending():
             with self._writing() as connection:
                 schema.migrations.apply(Database(connection, recursive_triggers=False, execute_plugins=False))
-
-
-def _mark_interrupted(connection: sqlite3.Connection) -> None:
-    sql = "SELECT id, pid, process FROM sweeps WHERE state = 'running' AND host = ?"
-    for sweep_id, pid, process in connection.execute(sql, (platform.node(),)).fetchall():
-        if process_identity(pid) not in (process, "alive"):
-            sql = "UPDATE sweeps SET state = 'interrupted', finished = ? WHERE id = ?"
-            connection.execute(sql, (records.now(), sweep_id))
 
 
 def _check_place(path: Path) -> None:
