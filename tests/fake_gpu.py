@@ -6,6 +6,7 @@ folder by `make_resources` and PLAN a `FakeGpu` as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -103,17 +104,16 @@ class FakeGpu:
         if fault := self.faults.get("start"):
             os._exit(3) if fault == "exit" else time.sleep(600)
         connection.send(Facts(H200, VERSIONS))
-        while True:
-            try:
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
                 method, arguments = connection.recv()
-            except EOFError:
-                return
-            connection.send(getattr(self, method)(*arguments))
+                connection.send(getattr(self, method)(*arguments))
 
     def open(self, problem: Problem) -> WorkerError | None:
         self.note(f"open {problem.label()}")
         fault = self.faults.get(problem.label(), "")
-        if fault == "out of memory" or (fault == "out of memory in finals" and len(self.lines("start")) > 1):
+        again = fault == "out of memory again" and self.lines("open").count(problem.label()) > 1
+        if fault == "out of memory" or again or (fault == "out of memory in finals" and len(self.lines("start")) > 1):
             return WorkerError("OutOfMemoryError: 2 TiB")
         if fault == "exit":
             os._exit(4)
@@ -200,14 +200,27 @@ class FakeGpu:
         return [line.split(" ", 1) for line in Path(self.log).read_text().splitlines()]
 
     def command(self, package: Path, *arguments: str) -> list[str]:
-        return [sys.executable, __file__, str(package), json.dumps(asdict(self) | {"opened": None}), *arguments]
+        return [sys.executable, __file__, str(package), self.plan(), *arguments]
+
+    def plan(self) -> str:
+        return json.dumps(asdict(self) | {"opened": None})
 
 
 def main(package: str, plan: str, *arguments: str) -> None:
+    """The command; each trial that it reports as done is noted too."""
     from tunegen import commands
     from tunegen.cli import main as tunegen
 
     gpu = FakeGpu(**json.loads(plan))
+
+    class Noted(commands.SweepProgress):
+        def trial(self, trial: Trial) -> None:
+            us = trial.measurement and trial.measurement.us
+            key = [trial.stage, trial.problem.rows, trial.config.family, trial.config.to_json(), trial.state.value, us]
+            gpu.note(f"told {json.dumps(key)}")
+            super().trial(trial)
+
+    commands.SweepProgress = Noted
     paths.PACKAGE = Path(package)
     commands.target_of = lambda arch: None
     commands.sweep_gpu = functools.partial(commands.sweep_gpu, worker=gpu.worker(), compile_one=gpu.compile)

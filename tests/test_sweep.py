@@ -358,7 +358,31 @@ def test_problem_that_cannot_be_opened_again_for_its_finals_keeps_its_screening(
         (FEW.rows, "screen"),
         (PROBLEM.rows, "final"),
     }
-    assert states_of_sweeps(bench) == ["finished"]
+    assert states_of_sweeps(bench) == ["finished", "interrupted"]
+    assert halves(bench) == {FEW.rows: 1, PROBLEM.rows: 0}
+    bench.gpu.faults = {}
+    bench.sweep([FEW, PROBLEM])
+    assert halves(bench) == {FEW.rows: 0, PROBLEM.rows: 0}
+    assert len(bench.gpu.lines("screen")) == 2 * len(ALL)
+
+
+def test_problem_that_is_lost_half_way_is_half_a_sweeps(bench):
+    """The measuring process dies of a candidate and cannot open the problem again."""
+    bench.gpu.faults = {TILES[5].label(): "exit", FEW.label(): "out of memory again"}
+    bench.sweep([FEW, PROBLEM])
+    assert len(bench.rows(rows=FEW.rows)) == 7
+    assert (LEFT_OUT, 0) in bench.told.stages
+    assert states_of_sweeps(bench) == ["finished", "interrupted"]
+    assert halves(bench) == {FEW.rows: 1, PROBLEM.rows: 0}
+    bench.gpu.faults = {}
+    bench.sweep([FEW])
+    assert states_of_sweeps(bench) == ["finished", "interrupted", "finished"]
+    assert halves(bench) == {FEW.rows: 0, PROBLEM.rows: 0}
+    assert len(bench.rows(rows=FEW.rows, stage="screen")) == len(ALL)
+
+
+def halves(bench):
+    return {row["rows"]: row["half"] for row in bench.rows("winners", kind="measured")}
 
 
 def test_sweep_of_which_no_problem_can_be_opened_is_an_error(bench):

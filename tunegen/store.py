@@ -182,15 +182,15 @@ class Store:
     def set_apart(self, sweep_id: int, problem: Problem) -> None:
         """Give the trials of a problem that a sweep had to leave out to an interrupted sweep of their own, if there are
         any, so that the best of them counts as half a sweep's. Raises StoreError when the file cannot be written."""
-        of_problem = {"sweep_id": sweep_id, **schema.problem_row(problem)}
+        of_problem = {"sweep_id": sweep_id, **records.problem_row(problem)}
         with self._writing() as connection:
-            where = schema.equal(of_problem)
+            where = records.equal(of_problem)
             if connection.execute(f"SELECT 1 FROM trials WHERE {where} LIMIT 1", of_problem).fetchone() is None:
                 return
             cursor = connection.execute("SELECT * FROM sweeps WHERE id = ?", (sweep_id,))
             row = dict(zip((column[0] for column in cursor.description), cursor.fetchone(), strict=True))
-            row.update(id=None, state="interrupted", finished=schema.now())
-            new = connection.execute(schema.insert("sweeps", row), row).lastrowid
+            row.update(id=None, state="interrupted", finished=records.now())
+            new = connection.execute(records.insert("sweeps", row), row).lastrowid
             connection.execute(f"UPDATE trials SET sweep_id = {new} WHERE {where}", of_problem)
 
     def winners(self, **filters: object) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .bench import CONTENDER
 from .dispatch import digest_today, triton_minor
-from .errors import WorkerError
+from .errors import StoreError, WorkerError
 from .evaluate import COMPILED, TORCH
 from .guide import carried, neighbours, ranked
 from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
@@ -99,26 +100,41 @@ def sweep_gpu(
     compile_one: Compile = compile_candidate,
 ) -> SweepResult:
     """Tune `problems` on the first GPU, or the one of `worker`. An interrupt loses at most the trial that is running;
-    the sweep is then stored as interrupted."""
+    the sweep is then stored as interrupted, as are the trials of a problem that had to be left out half done."""
     with worker or Worker(0, seed) as worker:
         listener.stage("starting the measuring process", 0)
         facts = worker.start()
-        versions = {k: v for k, v in facts.versions.items() if k in VERSIONS}
-        sweep_id = store.begin_sweep(facts.silicon, arguments, versions, seed)
-        with CompilePool(facts.silicon, compile_one=compile_one) as pool:
-            context = Context(store, sweep_id, facts.silicon, facts.versions, pool, listener, seed, budget)
-            try:
-                shortlists = per_problem(problems, listener, lambda p: search(context, worker, p))
-                worker.stop(STOP_SECONDS)  # finalists are timed in a fresh process
-                finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]))
-            except BaseException:
-                store.finish_sweep(sweep_id, "interrupted")
-                raise
-        store.finish_sweep(sweep_id, "finished")
+        silicon, versions = facts.silicon, {k: v for k, v in facts.versions.items() if k in VERSIONS}
+        with (
+            recorded(store, silicon, arguments, versions, seed) as sweep_id,
+            CompilePool(silicon, compile_one=compile_one) as pool,
+        ):
+            context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget)
+            shortlists = per_problem(problems, listener, lambda p: search(context, worker, p))
+            worker.stop(STOP_SECONDS)  # finalists are timed in a fresh process
+            finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]))
+            for problem in set(problems) - finals.keys():
+                store.set_apart(sweep_id, problem)
         shown = ", ".join(f"{name} {value}" for name, value in versions.items())
         found = [trial for trials in finals.values() for trial in trials]
         seconds = {"waiting for the compiler": pool.waited, **worker.seconds}
-        return SweepResult(found, facts.silicon, shown, worker.peak_bytes, seconds)
+        return SweepResult(found, silicon, shown, worker.peak_bytes, seconds)
+
+
+@contextmanager
+def recorded(
+    store: Store, silicon: Silicon, arguments: dict[str, Any], versions: Mapping[str, str], seed: int
+) -> Iterator[int]:
+    """A row of `sweeps` that says how it ended; if that cannot be written the next sweep will, and this one ends with
+    its own error."""
+    sweep_id = store.begin_sweep(silicon, arguments, versions, seed)
+    try:
+        yield sweep_id
+        store.finish_sweep(sweep_id, "finished")
+    except BaseException:
+        with suppress(StoreError):
+            store.finish_sweep(sweep_id, "interrupted")
+        raise
 
 
 def per_problem(

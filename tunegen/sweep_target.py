@@ -16,7 +16,7 @@ from .pool import CompilePool
 from .render import renderings
 from .space import load_space
 from .store import Store
-from .sweep import Context, Listener
+from .sweep import Context, Listener, recorded
 from .worker import installed_versions
 
 
@@ -30,16 +30,9 @@ def sweep_target(
 ) -> list[Trial]:
     """Without a GPU: compile every candidate for `silicon` and rank it by the model; nothing is timed."""
     versions = installed_versions()
-    sweep_id = store.begin_sweep(silicon, arguments, versions, seed)
-    with CompilePool(silicon) as pool:
+    with recorded(store, silicon, arguments, versions, seed) as sweep_id, CompilePool(silicon) as pool:
         context = Context(store, sweep_id, silicon, versions, pool, listener, seed, 0)
-        try:
-            found = [context.save(trial) for problem in problems for trial in estimates(context, problem)]
-        except BaseException:
-            store.finish_sweep(sweep_id, "interrupted")
-            raise
-    store.finish_sweep(sweep_id, "finished")
-    return found
+        return [context.save(trial) for problem in problems for trial in estimates(context, problem)]
 
 
 def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
