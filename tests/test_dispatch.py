@@ -93,7 +93,7 @@ def test_a_baseline_never_answers(answers):
     assert answers(timed(BASELINE, 1.0)) == [DEFAULT, None]
 
 
-def test_a_changed_template_never_answers(answers):
+def test_h23_a_changed_template_never_answers(answers):
     assert answers(timed(FIRST, 1.0, digest="of an older text")) == [DEFAULT, None]
 
 

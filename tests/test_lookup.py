@@ -99,7 +99,7 @@ def test_a_stored_trial_is_found_whole(path):
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Problem)])
 @pytest.mark.parametrize("swap", [False, True])
-def test_a_problem_that_differs_in_one_field_is_a_miss_unless_it_is_rows(path, name, swap):
+def test_h23_a_problem_that_differs_in_one_field_is_a_miss_unless_it_is_rows(path, name, swap):
     stored, wanted = PROBLEM, replace(PROBLEM, **{name: OTHER[name]})
     if swap:
         stored, wanted = wanted, stored
@@ -109,7 +109,7 @@ def test_a_problem_that_differs_in_one_field_is_a_miss_unless_it_is_rows(path, n
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Silicon)])
-def test_a_gpu_that_differs_in_one_fact_is_a_miss(path, name):
+def test_h22_a_gpu_that_differs_in_one_fact_is_a_miss(path, name):
     value = getattr(HERE, name)
     other = replace(HERE, **{name: value + 1 if isinstance(value, int) else value + " NVL"})
     write(path, trial())
@@ -117,7 +117,7 @@ def test_a_gpu_that_differs_in_one_fact_is_a_miss(path, name):
     assert len(find(path, silicon=other)) == (name in ("name", "memory_bytes"))
 
 
-def test_another_triton_or_protocol_is_a_miss(path):
+def test_h22_another_triton_or_protocol_is_a_miss(path):
     write(path, trial())
     assert len(find(path)) == 1
     assert find(path, triton="3.6") == []
@@ -155,7 +155,7 @@ def test_the_same_gpu_under_its_own_name_comes_first(path):
 
 
 @pytest.mark.parametrize("state", ["running", "interrupted", "finished"])
-def test_half_a_sweep_says_so(path, state):
+def test_h20_half_a_sweep_says_so(path, state):
     write(path, trial(), state=state)
     assert [choice.half for choice in find(path)] == [state != "finished"]
 
@@ -219,7 +219,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", ["random", "half", "text", "pages"])
-def test_a_damaged_file_is_moved_aside_once_and_the_next_sweep_works(path, how, caplog):
+def test_h21_a_damaged_file_is_moved_aside_once_and_the_next_sweep_works(path, how, caplog):
     write(path, trial())
     content = damage(path, how)
     assert find(path) == []
@@ -313,7 +313,7 @@ def test_a_damaged_file_that_cannot_be_moved_is_named_once(path, caplog, monkeyp
         ("rows", 0),
     ],
 )
-def test_an_unreadable_row_costs_itself_only(path, column, value, caplog):
+def test_h21_an_unreadable_row_costs_itself_only(path, column, value, caplog):
     write(path, trial(10.0, family="broken"), trial(20.0, family="sound"))
     cast = "CAST(? AS TEXT)" if isinstance(value, bytes) else "?"
     change(path, f"UPDATE trials SET {column} = {cast} WHERE family = 'broken'", value)
@@ -322,7 +322,7 @@ def test_an_unreadable_row_costs_itself_only(path, column, value, caplog):
     assert path.exists()
 
 
-def test_an_empty_file_and_no_file_are_misses_that_leave_no_trace(path, caplog):
+def test_h21_an_empty_file_and_no_file_are_misses_that_leave_no_trace(path, caplog):
     assert find(path) == []
     assert list(path.parent.iterdir()) == []
     path.touch()
@@ -333,7 +333,7 @@ def test_an_empty_file_and_no_file_are_misses_that_leave_no_trace(path, caplog):
 
 
 @pytest.mark.parametrize("sql", ["ALTER TABLE silicon DROP COLUMN sms", "DROP VIEW candidates", "DROP TABLE silicon"])
-def test_another_schema_is_a_miss(path, sql, caplog):
+def test_h23_another_schema_is_a_miss(path, sql, caplog):
     write(path, trial())
     if "COLUMN" in sql:
         sql = "ALTER TABLE silicon RENAME COLUMN sms TO cores"

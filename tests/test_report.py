@@ -182,7 +182,7 @@ def test_sentence_counts_only_what_is_worth_it():
 
 
 @pytest.mark.parametrize("us", [12.0, 12.5, 11.77])
-def test_winner_within_the_noise_of_the_default_is_no_gain(us):
+def test_h26_winner_within_the_noise_of_the_default_is_no_gain(us):
     """H26."""
     text = report.sentence(lines((PROBLEM, us)))
     assert text == (

@@ -377,7 +377,7 @@ def half_a_sweep(path, candidates):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_sweep_keeps_its_trials_and_is_resumed(tmp_path):
+def test_h20_killed_sweep_keeps_its_trials_and_is_resumed(tmp_path):
     path = tmp_path / "tune.db"
     child = SPAWN.Process(target=half_a_sweep, args=(path, 5))
     child.start()
@@ -565,7 +565,7 @@ def write_fifty(path, worker, barrier, failures):
         raise
 
 
-def test_eight_processes_share_a_new_file(tmp_path):
+def test_h19_eight_processes_share_a_new_file(tmp_path):
     path, barrier, failures = tmp_path / "tune.db", SPAWN.Barrier(8), SPAWN.Queue()
     workers = [SPAWN.Process(target=write_fifty, args=(path, i, barrier, failures)) for i in range(8)]
     for worker in workers:

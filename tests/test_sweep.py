@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
 import signal
 import sqlite3
 import subprocess
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +26,19 @@ from fake_gpu import (
     VERSIONS,
     FakeGpu,
     make_resources,
+    measurement,
     template_of,
     us_of,
 )
+from rich.console import Console
 from test_pool import alive, wait_until
 
-from tunegen import paths, render, worker
+from tunegen import commands, paths, render, worker
 from tunegen.bench import CONTENDER
+from tunegen.dispatch import triton_minor
 from tunegen.errors import WorkerError
 from tunegen.evaluate import COMPILED, TORCH
-from tunegen.model import Config
+from tunegen.model import PROTOCOL, Config
 from tunegen.ops import op_spec
 from tunegen.pool import CompilePool
 from tunegen.recorded import RecordedCall, Recording
@@ -248,8 +253,8 @@ def test_budget_counts_candidates_and_not_torch(bench, budget):
 
 
 @pytest.mark.parametrize("wrong", [TILES[0], TILES[-1]], ids=["first", "last"])
-def test_fast_but_wrong_never_wins(bench, wrong):
-    """H26: whatever the order; right, the same candidate does win."""
+def test_h26_fast_but_wrong_never_wins(bench, wrong):
+    """Whatever the order; right, the same candidate does win."""
     bench.gpu.us, bench.gpu.faults = {wrong.label(): 1.0}, {wrong.label(): "wrong"}
     bench.sweep()
     assert bench.winner() == family_and_parameters(BEST if wrong != BEST else TORCH)
@@ -275,8 +280,7 @@ def test_candidate_that_fails_in_the_finals_loses_its_first_time(bench, fault, s
     assert len(bench.gpu.lines("screen")) == len(ALL) + (state == "crashed")
 
 
-def test_crash_hang_and_poison_cost_their_candidates_only(bench, monkeypatch):
-    """H24."""
+def test_h24_crash_hang_and_poison_cost_their_candidates_only(bench, monkeypatch):
     monkeypatch.setattr(worker, "SCREEN_SECONDS", 1.0)
     faults = ("exit", "hang", "illegal address", "out of memory")
     victims = [config for config in TILES if config != BEST][: len(faults)]
@@ -291,8 +295,7 @@ def test_crash_hang_and_poison_cost_their_candidates_only(bench, monkeypatch):
     assert bench.winner() == family_and_parameters(BEST)
 
 
-def test_candidates_that_do_not_compile_are_stored_and_not_run(bench):
-    """H25."""
+def test_h25_candidates_that_do_not_compile_are_stored_and_not_run(bench):
     victims = [config for config in TILES if config != BEST][:3]
     bench.gpu.faults = dict(zip((c.label() for c in victims), ("too large", "abort", "too large"), strict=True))
     bench.sweep()
@@ -598,8 +601,7 @@ def resumed(bench, left):
     assert states == [("interrupted",), ("finished",)]
 
 
-def test_killed_sweep_goes_on_where_it_was(bench):
-    """H20."""
+def test_h20_killed_sweep_goes_on_where_it_was(bench):
     left, code, _ = stopped_after_five(bench, signal.SIGKILL)
     assert code == -signal.SIGKILL
     resumed(bench, left)
@@ -631,8 +633,32 @@ def test_finals_before_the_interrupt_are_those_of_a_whole_sweep_after_the_next(b
 # What the command prints
 
 
-def test_command_lists_each_failure_with_its_reason_once(bench):
-    """H25."""
+def shown(bench, result):
+    found = commands._measured(bench.db, [PROBLEM], result, Console(file=io.StringIO()), None)
+    return [line["winner"] for line in found["results"]]
+
+
+def test_h19_own_winner_is_shown_while_another_sweep_holds_the_file(bench):
+    result = bench.sweep()
+    with closing(sqlite3.connect(bench.db, isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        assert shown(bench, result) == [BEST.label()]
+
+
+def test_h19_own_winner_is_shown_where_another_sweep_found_a_better_one(bench):
+    """There is no time of this sweep beside it; the line was missing."""
+    result = bench.sweep()
+    own = {trial.config for trial in result.finals}
+    (trial, *_) = [trial for trial in bench.told.trials if trial.config in TILES and trial.config not in own]
+    with Store.open(bench.db) as store:
+        other = store.begin_sweep(H200, {}, {}, 0)
+        faster = replace(trial, stage="final", measurement=measurement(1.0), band=0.01, tied=True, gains=True)
+        store.add(other, faster, PROTOCOL, triton_minor(), "")
+    assert bench.winner() == family_and_parameters(trial.config)
+    assert shown(bench, result) == [BEST.label()]
+
+
+def test_h25_command_lists_each_failure_with_its_reason_once(bench):
     bench.gpu.faults = {
         TILES[1].label(): "too large",
         TILES[2].label(): "abort",

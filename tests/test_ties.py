@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
-from fake_gpu import DEFAULT, PROBLEM, TILES, measurement
+from fake_gpu import DEFAULT, H200, PROBLEM, TILES, measurement
 
 from tunegen.evaluate import COMPILED, TORCH
-from tunegen.model import Trial, TrialState
-from tunegen.ties import LIMITS_LARGE, LIMITS_SMALL, band, judged
+from tunegen.model import Config, Resources, Trial, TrialState
+from tunegen.store import Store
+from tunegen.ties import LIMITS_LARGE, LIMITS_SMALL, band, judged, winner
 
 LARGE, SMALL = 128_000_000, 8_000_000
 
@@ -94,3 +96,22 @@ def test_without_rounds_nothing_is_claimed():
     alone = Trial(PROBLEM, TILES[1], TrialState.OK, stage="final", measurement=measurement(10.0))
     assert judged([alone], (DEFAULT, TORCH), LARGE) == [alone]
     assert judged([], (DEFAULT, TORCH), LARGE) == []
+
+
+def test_winner_is_the_one_that_the_database_names(tmp_path):
+    """The same rule, once in SQL and once here: for these, and for what is left when the best of them is taken away."""
+    spilling = Resources(255, 8, 0, "")
+    trials = [
+        final(TORCH, 9.0, tied=True, band=0.01, gains=False),
+        final(TILES[1], 9.02, tied=True, band=0.01, gains=True),
+        final(TILES[5], 9.01, tied=True, band=0.01, gains=True),
+        final(TILES[6], 9.03, tied=True, band=0.01, gains=True, resources=spilling),
+        final(TILES[7], 9.4, tied=False, band=0.01, gains=True),
+        final(TILES[8], 9.3, tied=False, band=0.01, gains=True),
+    ]
+    for left in range(len(trials)):
+        with Store.open(tmp_path / f"{left}.db") as store:
+            store.add_all(store.begin_sweep(H200, {}, {}, 0), trials, 2, "3.8", "")
+            (row,) = store.winners()
+        assert winner(trials) == Config.of(row["family"], json.loads(row["parameters"]))
+        trials = [trial for trial in trials if trial.config != winner(trials)]

@@ -70,7 +70,7 @@ def test_one_process_serves_all_and_opens_each_problem_once(gpu, worker):
         ("illegal address", TrialState.CRASHED, "illegal address"),
     ],
 )
-def test_culprit_is_recorded_and_the_process_replaced(gpu, monkeypatch, fault, state, reason):
+def test_h24_culprit_is_recorded_and_the_process_replaced(gpu, monkeypatch, fault, state, reason):
     monkeypatch.setattr(worker_module, "SCREEN_SECONDS", 1.0)
     gpu.faults = {TILES[1].label(): fault}
     with gpu.worker() as worker:

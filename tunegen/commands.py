@@ -27,6 +27,7 @@ from .space import Family, load_space, names_of
 from .store import Store
 from .sweep import SweepResult, sweep_gpu
 from .sweep_target import sweep_target
+from .ties import winner
 
 
 def run_sweep(
@@ -106,8 +107,12 @@ def _measured(
     """Print what a sweep on a GPU found, and return it for JSON."""
     winners = {}
     for problem in problems:
+        own = [t for t in result.finals if t.problem == problem and t.kind == "measured"]
         choices = stored_choices(db, problem, result.silicon)
-        if best := next((config for config, stored in choices if stored.rows == problem.rows), None):
+        best = next((config for config, stored in choices if stored.rows == problem.rows), None)
+        if own and best not in [t.config for t in own]:  # another sweep's, or the file is busy: what was found here
+            best = winner(own)
+        if best is not None:
             winners[problem] = best
     found = report.lines(result.finals, winners, result.silicon)
     console.print(report.table(found, console.width))

@@ -26,8 +26,11 @@ LOADED = (
     *RESOURCES,
     *MEASUREMENT,
 )
-NUMBERS = ("registers", "spill_bytes", "shared_bytes", "scratch_bytes", "error_ulp", "estimate_us")
-NUMBERS += (*MEASUREMENT, *JUDGEMENT)
+NUMBERS = (
+    *("registers", "spill_bytes", "shared_bytes", "scratch_bytes", "error_ulp", "estimate_us"),
+    *MEASUREMENT,
+    *JUDGEMENT,
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .model import Config, Trial
+from .model import TORCH_FAMILY, Config, Trial
 
 CONFIDENCE = 1.96
 """Standard errors within which 95 % of the differences of two measurements of one kernel lie."""
@@ -74,3 +74,16 @@ def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) 
         else trial
         for trial in finals
     ]
+
+
+def winner(finals: Sequence[Trial]) -> Config:
+    """The best of a problem's measured finals, by the rule of the view `winners`: the tied ones first, torch's op last of
+    them; then the least time where nothing is tied, fewest spills, fewest warps, the smallest config."""
+
+    def place(trial: Trial) -> tuple[bool, float, int, int, str]:
+        assert trial.measurement is not None
+        spills = (trial.resources.spill_bytes or 0) if trial.resources else 0
+        cost = float(trial.config.family == TORCH_FAMILY) if trial.tied else trial.measurement.score
+        return not trial.tied, cost, spills, trial.config.num_warps, trial.config.to_json()
+
+    return min(finals, key=place).config
