@@ -107,6 +107,8 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
         raise BuildError(
             f"cannot compile {kernel.__name__} into {cache}: {error}; free space there or set TRITON_CACHE_DIR"
         ) from error
+    except MemoryError:
+        raise
     except Exception as error:  # Triton raises a dozen types here, RuntimeError and AssertionError among them
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
 
@@ -134,11 +136,13 @@ def load_binary(compiled: Any) -> None:
 def first_line(error: BaseException) -> str:
     """The most telling single line of an error, with its type."""
     lines = _lines(error)
-    if "^" in lines:  # Triton quotes the kernel down to a caret; what is wrong may stand in the cause of the cause
+    if "^" in lines[:-1]:  # Triton shows the kernel's source up to where it fails, which may mention errors itself
+        lines = lines[len(lines) - lines[::-1].index("^") :]
+    elif "^" in lines:  # and no more: what is wrong stands in the cause of the cause
         root = error
         while root.__cause__ is not None:
             root = root.__cause__
-        return f"{type(error).__name__}: {_lines(root)[-1][:300]}, at `{lines[lines.index('^') - 1][:120]}`"
+        return f"{type(error).__name__}: {_lines(root)[-1][:300]}, at `{lines[-2][:120]}`"
     telling = [line for line in lines if "rror" in line or "assert" in line]
     return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}"
 

@@ -77,8 +77,8 @@ def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) 
 
 
 def winner(finals: Sequence[Trial]) -> Config:
-    """The best of a problem's measured finals, by the rule of the view `winners`: the tied ones first, torch's op last of
-    them; then the least time where nothing is tied, fewest spills, fewest warps, the smallest config."""
+    """The best of a problem's measured finals, by the rule of the view `winners`: the tied ones first, torch's op last
+    of them; then the least time where nothing is tied, fewest spills, fewest warps, the smallest config."""
 
     def place(trial: Trial) -> tuple[bool, float, int, int, str]:
         assert trial.measurement is not None
