@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -128,6 +129,9 @@ class FakeGpu:
         if fault == "hang":
             self.note(f"hang {config.label()}")
             time.sleep(600)
+        if fault == "hang in C":
+            self.note(f"hang {config.label()}")
+            sum(itertools.repeat(0))  # no thread of this process runs any more, nor does a handler of a signal
         if fault == "illegal address":
             return (TrialState.CRASHED, fault), 0, True
         if fault == "out of memory":
@@ -178,6 +182,8 @@ class FakeGpu:
             os._exit(9)
         if fault == "compiles for ever":
             time.sleep(600)
+        if fault == "out of host memory":
+            raise MemoryError
         if fault == "too large":
             raise CompileError("tile_kernel: OutOfResources: shared memory")
         if fault == "compiles in earnest":

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tunegen import dispatch, render
-from tunegen.errors import RenderError
+from tunegen.errors import CompileError, RenderError
 from tunegen.model import PROTOCOL, Config, Measurement, Problem, Trial, TrialState
+from tunegen.ops.rms_norm import _launch
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
 from tunegen.store import Store
@@ -113,3 +115,28 @@ def test_a_broken_template_is_no_answer_and_no_error(answers, monkeypatch):
     trial = timed(FIRST, 1.0)
     monkeypatch.setattr(render, "combined_digest", fail)
     assert answers(trial)[0] != FIRST
+
+
+def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monkeypatch, caplog):
+    answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    launched = []
+
+    def variant(choice, save_rstd, offset):
+        launched.append(choice.config)
+        if choice.config == FIRST:
+            raise CompileError("persistent_partials: OutOfResources: shared memory")
+        return lambda rows, arguments: None
+
+    monkeypatch.setattr(dispatch.Choice, "variant", variant)
+    dispatch.forget()
+    bf16 = torch.bfloat16
+    x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
+    key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
+    tensors = {"x_ptr": x, "dy_ptr": x, "w_ptr": x[0], "rstd_ptr": x[:, 0]}
+    try:
+        assert [_launch(key, tensors, 1e-6, 0.0, True) for _ in range(2)] == [True, True]
+    finally:
+        dispatch.forget()
+    assert launched == [FIRST, SECOND, SECOND]
+    (record,) = [r for r in caplog.records if "does not run here" in r.getMessage()]
+    assert "OutOfResources: shared memory" in record.getMessage()

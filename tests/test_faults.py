@@ -201,6 +201,19 @@ def test_interrupts_at_random_points_end_in_order(place, number):
     assert ends["running"] <= 1
 
 
+def test_measuring_process_that_hangs_in_c_ends_with_a_killed_sweep(place):
+    """Holding the interpreter's lock, as in a driver's call: its own threads cannot end it."""
+    place.gpu.faults[TILES[5].label()] = "hang in C"
+    sweep = place.start()
+    wait_until(lambda: place.noted() and place.gpu.lines("hang"))
+    try:
+        assert sweep.kill() == -signal.SIGKILL
+        wait_until(lambda: not alive(place.processes()), 5)
+    finally:
+        for pid in alive(place.processes()):
+            os.kill(pid, signal.SIGKILL)
+
+
 # Company
 
 

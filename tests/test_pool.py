@@ -129,6 +129,30 @@ def test_processes_end_when_their_parent_is_killed(gpu):
 
 
 @pytest.mark.compiler
+def test_compiler_out_of_memory_has_nothing_against_the_candidate(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    import triton
+
+    monkeypatch.setattr(triton, "compile", fail)
+    config = Config.of("single_block", {"BLOCK_SIZE": 256, "ROWS": 1, "num_warps": 1})
+    with pytest.raises(MemoryError):
+        compile_candidate(Problem("rms_norm", "forward", 256, 64), config, H200)
+
+
+@pytest.mark.compiler
+def test_h25_block_of_two_million_does_not_compile():
+    problem = Problem("rms_norm", "forward", 256, 64)
+    configs = [Config.of("single_block", {"BLOCK_SIZE": n, "ROWS": 1, "num_warps": 1}) for n in (2**21, 256)]
+    with CompilePool(H200, workers=1, compile_one=compile_candidate) as pool:
+        large, good = (outcome for _, outcome in pool.compile(problem, configs))
+    assert large[0] is TrialState.COMPILE
+    assert large[1].startswith("forward_single_block: CompilationError: numel (2097152) exceeds ")
+    assert isinstance(good, Resources)
+
+
+@pytest.mark.compiler
 def test_real_compiler_reads_resources_and_refuses_what_does_not_fit():
     problem = Problem("rms_norm", "forward", 256, 64)
     good = Config.of("single_block", {"BLOCK_SIZE": 256, "ROWS": 1, "num_warps": 1})
@@ -140,7 +164,7 @@ def test_real_compiler_reads_resources_and_refuses_what_does_not_fit():
     assert found[good].spill_bytes == 0
     state, reason = found[truncated]
     assert state is TrialState.COMPILE
-    assert "static_assert" in reason
+    assert "a block narrower than the row reads only part of it" in reason
     assert "\n" not in reason
 
 

@@ -36,7 +36,7 @@ from test_pool import alive, wait_until
 from tunegen import commands, paths, render, worker
 from tunegen.bench import CONTENDER
 from tunegen.dispatch import triton_minor
-from tunegen.errors import WorkerError
+from tunegen.errors import SearchSpaceError, WorkerError
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import PROTOCOL, Config
 from tunegen.ops import op_spec
@@ -309,6 +309,13 @@ def test_h25_candidates_that_do_not_compile_are_stored_and_not_run(bench):
     assert bench.winner() == family_and_parameters(BEST)
 
 
+def test_h25_64_warps_are_no_candidate(bench):
+    space = bench.package / "search_spaces" / "rms_norm.yaml"
+    space.write_text(space.read_text().replace("8, 16]", "8, 64]"))
+    with pytest.raises(SearchSpaceError, match="a block has at most 32 warps"):
+        bench.sweep()
+
+
 def test_spilling_candidates_are_passed_over_where_others_do_not_spill(bench):
     bench.gpu.faults = {BEST.label(): "spills"}
     bench.sweep()
@@ -490,6 +497,7 @@ def test_digest_is_that_of_the_measuring_process(bench, rendered_anew):
         ("exit", "crashed", True),
         ("illegal address", "crashed", True),
         ("abort", "crashed", True),
+        ("out of host memory", "runtime", True),
         ("wrong", "incorrect", False),
         ("too large", "compile", False),
         ("spills", "constraint", False),

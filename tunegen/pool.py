@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class than the builtin on Python 3.10
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
 
@@ -20,6 +21,8 @@ from .model import Config, Problem, Resources, Silicon, TrialState
 
 COMPILE_SECONDS = 120.0
 """Deadline of one compilation; the slowest seen takes 6 s."""
+
+PR_SET_PDEATHSIG = 1
 
 Outcome = Resources | tuple[TrialState, str]
 """What a candidate needs, or why it does not compile."""
@@ -38,7 +41,7 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
 
     try:
         return compiling.compile_candidate(op_spec(problem.op), problem, config, silicon)
-    except TunegenError:
+    except (TunegenError, MemoryError):
         raise
     except Exception as error:  # whatever a template does when it is imported, planned or bound
         reason = compiling.first_line(error)
@@ -59,9 +62,12 @@ def deaf_to_interrupts() -> Iterator[None]:
 def follow_parent() -> None:
     """For child processes: end when the parent has ended, even by SIGKILL.
 
-    A worker of an executor would else wait for work for ever: it holds both ends of its queue.
+    A worker of an executor would else wait for work for ever: it holds both ends of its queue. Linux sends the signal
+    also to one that hangs in C and lets no thread run; the thread is for other systems.
     """
     parent = multiprocessing.parent_process()
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         if parent is not None:
@@ -138,6 +144,8 @@ class CompilePool:
             return future.result(self.deadline)
         except (CompileError, RenderError) as error:
             return TrialState.COMPILE, str(error)
+        except MemoryError:  # of this machine: nothing against the candidate
+            return TrialState.RUNTIME, "out of memory while it was compiled"
         except (BrokenProcessPool, CancelledError, FutureTimeoutError):
             return None
 
