@@ -56,7 +56,7 @@ class Told:
 
     def __init__(self, db):
         self.db, self.stages, self.trials, self.unstored = db, [], [], []
-        self.ends_at = None
+        self.ends_at, self.ends_after = None, None
 
     def stage(self, text, total):
         self.stages.append((text, total))
@@ -69,7 +69,8 @@ class Told:
             if other.execute(query, key).fetchall() != [(trial.state.value, trial.measurement is None)]:
                 self.unstored.append(trial)
         other.close()
-        if self.ends_at == (trial.stage, trial.problem):
+        finals = sum(t.stage == "final" for t in self.trials)
+        if self.ends_at == (trial.stage, trial.problem) or finals == self.ends_after:
             raise KeyboardInterrupt
 
 
@@ -80,9 +81,9 @@ class Bench:
         self.package, self.db = make_resources(folder / "package"), folder / "tune.db"
         self.gpu = FakeGpu(str(folder / "log"))
 
-    def sweep(self, problems=(PROBLEM,), budget=200, seed=0, ends_at=None):
+    def sweep(self, problems=(PROBLEM,), budget=200, seed=0, ends_at=None, ends_after=None):
         self.told = Told(self.db)
-        self.told.ends_at = ends_at
+        self.told.ends_at, self.told.ends_after = ends_at, ends_after
         with Store.open(self.db) as store:
             gpu = self.gpu
             return sweep_gpu(store, problems, budget, seed, self.told, {}, gpu.worker(), gpu.compile)
@@ -636,6 +637,15 @@ def test_finals_before_the_interrupt_are_those_of_a_whole_sweep_after_the_next(b
     assert {row["half"] for row in bench.rows("winners", kind="measured")} == {0}
     assert [line.split()[1] for line in bench.gpu.lines("finals")] == ["1024x4096", "4x4096"]
     assert len(bench.gpu.lines("screen")) == 2 * len(ALL)
+
+
+def test_sweep_that_ends_before_the_last_of_its_finals_times_all_of_them_again(bench):
+    """The time of `torch.compile` was stored last, and was never taken where a sweep was killed before."""
+    whole = bench.sweep()
+    bench.db.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        bench.sweep(ends_after=len(whole.finals) - 1)
+    assert configs(bench.sweep().finals) == configs(whole.finals)
 
 
 # What the command prints
