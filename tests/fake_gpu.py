@@ -87,7 +87,7 @@ class FakeGpu:
     """`faults` says by label of a config what comes of it instead of a time, and of a problem what comes of opening it.
     `us` sets times by label; `jitter` is how far the three rounds of the finals lie apart. The file `log` gets a line
     for each thing that is done, with the process that did it. With `package`, trials have the digest of the templates
-    there, as the measuring process finds them."""
+    there, as the measuring process finds them. `others` are architectures of further GPUs by number."""
 
     log: str
     faults: dict[str, str] = field(default_factory=dict)
@@ -95,16 +95,25 @@ class FakeGpu:
     jitter: float = 0.0
     opened: Problem = PROBLEM
     package: str = ""
+    others: dict[str, str] = field(default_factory=dict)
+    device: int = 0
 
     def worker(self, seed: int = 0) -> Worker:
-        return Worker(0, seed, self.serve)
+        return self.worker_on(0, seed)
+
+    def worker_on(self, device: int, seed: int) -> Worker:
+        """For one of several GPUs, in a process of its own, which knows nothing of a test's changes."""
+        if self.package:
+            paths.PACKAGE = Path(self.package)
+        return Worker(device, seed, self.serve)
 
     def serve(self, connection, device: int, seed: int) -> None:
         """In place of `worker.serve`, in the child."""
         self.note("start")
         if fault := self.faults.get("start"):
             os._exit(3) if fault == "exit" else time.sleep(600)
-        connection.send(Facts(H200, VERSIONS))
+        self.device = device
+        connection.send(Facts(of_arch(self.others.get(str(device), "sm_90")), VERSIONS))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 method, arguments = connection.recv()
@@ -229,7 +238,10 @@ def main(package: str, plan: str, *arguments: str) -> None:
     commands.SweepProgress = Noted
     paths.PACKAGE = Path(package)
     commands.target_of = lambda arch: None
-    commands.sweep_gpu = functools.partial(commands.sweep_gpu, worker=gpu.worker(), compile_one=gpu.compile)
+    commands.Worker = gpu.worker_on
+    commands.devices_of = lambda text: [int(number) for number in (text or "0").split(",")]
+    commands.sweep_gpu = functools.partial(commands.sweep_gpu, compile_one=gpu.compile)
+    commands.sweep_gpus = functools.partial(commands.sweep_gpus, make_worker=gpu.worker_on, compile_one=gpu.compile)
     tunegen(arguments, prog_name="tunegen")
 
 

@@ -19,7 +19,7 @@ LAYERS = {
     "making": "render migrations records liveness store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
     "judging": "verify sensors bench ties estimate",
-    "tuning": "evaluate pool worker serving guide sweep sweep_target attempt",
+    "tuning": "evaluate pool worker serving guide sweep fleet sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
@@ -30,7 +30,7 @@ LAYERS = {
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
         "gates.plot gates.run gates.record gates.command"
     ),
-    "edge": "commands single cli_options cli",
+    "edge": "cli_options commands single cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]

@@ -88,6 +88,23 @@ def problem_of(options: dict[str, Any]) -> Problem:
     )
 
 
+def devices_of(text: str | None) -> list[int]:
+    """CUDA devices of `--gpus`: the first without it, all, or those that are named. Raises click.BadParameter."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if text == "all":
+        return list(range(count))
+    found = []
+    for part in (part.strip() for part in (text or "0").split(",")):
+        if not re.fullmatch(r"[0-9]{1,4}", part):
+            raise click.BadParameter(f"{part!r} is no number of a GPU; give all, or 0,1", param_hint="--gpus")
+        if int(part) >= count:
+            raise click.BadParameter(f"no GPU {int(part)}: {count} are visible to torch", param_hint="--gpus")
+        found.append(int(part))
+    return list(dict.fromkeys(found))
+
+
 def console_for(to_stderr: bool = False) -> Console:
     """For text; it goes to standard error where standard output is for JSON."""
     console = Console(

@@ -15,19 +15,22 @@ import click
 from rich.console import Console
 
 from . import paths, report, silicon, step_report
+from .cli_options import devices_of
 from .dispatch import digest_today, rejected, rungs, stored_choices
 from .errors import StoreError, TunegenError
 from .evaluate import COMPILED
 from .expressions import Domain, Rule, combinations, listed
+from .fleet import sweep_gpus
 from .lookup import database_exists
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState, Value
 from .ops import op_spec
 from .progress import SweepProgress
 from .space import Family, load_space, names_of
 from .store import Store
-from .sweep import SweepResult, sweep_gpu
+from .sweep import SweepResult, merged, sweep_gpu
 from .sweep_target import sweep_target
 from .ties import winner
+from .worker import Worker
 
 
 def run_sweep(
@@ -43,19 +46,23 @@ def run_sweep(
     began = time.monotonic()
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
-            if target is None:
-                result = sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments)
-            else:
+            if target is not None:
                 trials = sweep_target(store, problems, target, options["seed"], progress, arguments)
+            elif len(devices := devices_of(options["gpus"])) == 1:
+                worker = Worker(devices[0], options["seed"])
+                results = [sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments, worker)]
+            else:
+                db, budget, seed = (options[name] for name in ("db", "budget", "seed"))
+                results = sweep_gpus(db, problems, budget, seed, progress, arguments, devices)
         except KeyboardInterrupt:
             console.print(f"interrupted; what was done is in {options['db']}, the same command goes on from there")
             raise
     found = (
-        _measured(options["db"], problems, result, console, counts)
+        _by_silicon(options["db"], problems, results, console, counts)
         if target is None
         else _estimated(trials, target, console)
     )
-    spent = result.seconds if target is None else {}
+    spent = merged(results).seconds if target is None else {}
     _end(found, progress.failures, spent, time.monotonic() - began, console, options)
 
 
@@ -95,6 +102,20 @@ def target_of(arch: str | None) -> Silicon | None:
         return silicon.of_arch(arch or "sm_90")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--arch") from error
+
+
+def _by_silicon(
+    db: Path,
+    problems: Sequence[Problem],
+    results: Sequence[SweepResult],
+    console: Console,
+    counts: Mapping[Problem, int] | None,
+) -> dict[str, Any]:
+    """Print what was found on each kind of GPU, and return it for JSON."""
+    kinds = list(dict.fromkeys(result.silicon for result in results))
+    groups = [merged([result for result in results if result.silicon == kind]) for kind in kinds]
+    found = [_measured(db, problems, group, console, counts) for group in groups]
+    return found[0] if len(found) == 1 else {"summary": " ".join(one["summary"] for one in found), "by_gpu": found}
 
 
 def _measured(

@@ -16,14 +16,12 @@ PLAIN_SECONDS = 5.0
 
 
 class SweepProgress:
-    """A listener of `sweep`: shows the problem in hand, the best so far, candidates done and time left."""
+    """Shows how a sweep gets on, a bar for each GPU; a listener of `sweep` for a single one."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.live = console, console.is_terminal
-        self.done = self.total = 0
-        self.best: Trial | None = None
         self.failures: list[Trial] = []
-        self._said = 0.0
+        self._bars: dict[str, _Bar] = {}
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -33,22 +31,49 @@ class SweepProgress:
             console=console,
             disable=not self.live,
         )
-        self._task: TaskID | None = None
 
     def __enter__(self) -> SweepProgress:
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._summary()
+        for bar in self._bars.values():
+            bar.summary()
         self._progress.stop()
+
+    def of(self, name: str) -> _Bar:
+        """The listener of one of several GPUs."""
+        if name not in self._bars:
+            self._bars[name] = _Bar(self.console, self._progress, self.failures, f"{name}: " if name else "")
+        return self._bars[name]
+
+    def stage(self, text: str, total: int) -> None:
+        """Of a single GPU."""
+        self.of("").stage(text, total)
+
+    def trial(self, trial: Trial) -> None:
+        """Of a single GPU."""
+        self.of("").trial(trial)
+
+
+class _Bar:
+    """A listener of `sweep`: the problem in hand, the best so far, candidates done and time left."""
+
+    def __init__(self, console: Console, progress: Progress, failures: list[Trial], name: str) -> None:
+        self.console, self.live, self.failures, self.name = console, console.is_terminal, failures, name
+        self.done = self.total = 0
+        self.best: Trial | None = None
+        self._said = 0.0
+        self._progress = progress
+        self._task: TaskID | None = None
 
     def stage(self, text: str, total: int) -> None:
         """A new bar, or a line."""
-        self._summary()
+        self.summary()
         self.best, self.done, self.total = None, 0, total
         if self._task is not None:
             self._progress.remove_task(self._task)
+        text = f"{self.name}{text}"
         self._task = self._progress.add_task(text, total=total or None, best="")
         if not self.live:
             self.console.print(f"{text}: {total} candidates" if total else text, soft_wrap=True)
@@ -64,7 +89,7 @@ class SweepProgress:
             self._progress.update(self._task, completed=min(self.done, self.total), best=self._best(short=True))
         if not self.live and time.monotonic() - self._said > PLAIN_SECONDS:
             self._said = time.monotonic()
-            self.console.print(f"  {self.done} of {self.total}: {self._best()}", soft_wrap=True)
+            self.console.print(f"  {self.name}{self.done} of {self.total}: {self._best()}", soft_wrap=True)
 
     def _best(self, short: bool = False) -> str:
         if self.best is None:
@@ -73,9 +98,10 @@ class SweepProgress:
         name = self.best.config.family if short else self.best.config.label()
         return f"{kind} {_time(self.best):.2f} us {name}"
 
-    def _summary(self) -> None:
+    def summary(self) -> None:
+        """The end of a stage as a line, where no bar shows it."""
         if self.done and not self.live:
-            self.console.print(f"  {self.done} done, {self._best()}", soft_wrap=True)
+            self.console.print(f"  {self.name}{self.done} done, {self._best()}", soft_wrap=True)
 
 
 def _time(trial: Trial) -> float:

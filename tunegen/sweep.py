@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -89,36 +90,57 @@ class SweepResult:
     seconds: dict[str, float]
 
 
+def merged(results: Sequence[SweepResult]) -> SweepResult:
+    """What several GPUs of one kind found, as one result; the peak is that of one GPU."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for result in results:
+        for what, spent in result.seconds.items():
+            seconds[what] += spent
+    finals = [trial for result in results for trial in result.finals]
+    first = results[0]
+    return replace(first, finals=finals, peak_bytes=max(r.peak_bytes for r in results), seconds=dict(seconds))
+
+
 def sweep_gpu(
     store: Store,
-    problems: Sequence[Problem],
+    problems: Iterable[Problem],
     budget: int,
     seed: int,
     listener: Listener,
     arguments: dict[str, Any],
     worker: Worker | None = None,
     compile_one: Compile = compile_candidate,
+    cores: int | None = None,
 ) -> SweepResult:
-    """Tune `problems` on the first GPU, or the one of `worker`. An interrupt loses at most the trial that is running;
-    the sweep is then stored as interrupted, as are the trials of a problem that had to be left out half done."""
+    """Tune `problems` on the first GPU, or that of `worker`, compiling on all or on `cores` cores. An interrupt loses
+    at most the trial that is running; the sweep is then stored as interrupted, as are the trials of a problem that had
+    to be left out half done."""
     with worker or Worker(0, seed) as worker:
         listener.stage("starting the measuring process", 0)
         facts = worker.start()
         silicon, versions = facts.silicon, {k: v for k, v in facts.versions.items() if k in VERSIONS}
+        taken: list[Problem] = []
         with (
             recorded(store, silicon, arguments, versions, seed) as sweep_id,
-            CompilePool(silicon, compile_one=compile_one) as pool,
+            CompilePool(silicon, cores, compile_one) as pool,
         ):
             context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget)
-            shortlists = per_problem(problems, listener, lambda p: search(context, worker, p))
+            shortlists = per_problem(noted(problems, taken), listener, lambda p: search(context, worker, p))
             worker.stop(STOP_SECONDS)  # finalists are timed in a fresh process
             finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]))
-            for problem in set(problems) - finals.keys():
+            for problem in set(taken) - finals.keys():
                 store.set_apart(sweep_id, problem)
         shown = ", ".join(f"{name} {value}" for name, value in versions.items())
         found = [trial for trials in finals.values() for trial in trials]
         seconds = {"waiting for the compiler": pool.waited, **worker.seconds}
         return SweepResult(found, silicon, shown, worker.peak_bytes, seconds)
+
+
+def noted(problems: Iterable[Problem], taken: list[Problem]) -> Iterator[Problem]:
+    """The problems, each put into `taken` as it is given out: they may be drawn from a list that others draw from."""
+    for problem in problems:
+        taken.append(problem)
+        yield problem
 
 
 @contextmanager

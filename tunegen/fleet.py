@@ -1,0 +1,203 @@
+"""One sweep on several GPUs of a host: a process for each, which takes problem after problem from a list that all GPUs
+of the same kind share. GPUs that differ tune every problem for themselves, and never answer for each other.
+
+A process that ends early, whatever the reason, costs its own work at most: its problems go to another GPU of its kind
+that still takes some, and else stay for the next sweep; each trial is in the database already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from .errors import TunegenError, WorkerError
+from .model import Problem, Silicon, Trial
+from .pool import Compile, compile_candidate, deaf_to_interrupts, follow_parent
+from .store import Store
+from .sweep import Listener, SweepResult, sweep_gpu
+from .worker import STOP_SECONDS, Worker
+
+MakeWorker = Callable[[int, int], Worker]
+"""`make(device, seed)`: the measuring process of a GPU; tests put a stand-in there."""
+
+
+class Listeners(Protocol):
+    """Gives each GPU a listener of its own."""
+
+    def of(self, name: str) -> Listener:
+        """The listener of that GPU."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every GPU's process is told. `cores` is how many it may compile on."""
+
+    db: Path
+    budget: int
+    seed: int
+    arguments: dict[str, Any]
+    cores: int
+    make_worker: MakeWorker
+    compile_one: Compile
+
+
+@dataclass
+class Member:
+    """The process of one GPU, as its parent sees it."""
+
+    device: int
+    process: Any
+    connection: Connection
+    listener: Listener
+    silicon: Silicon | None = None
+    held: list[Problem] = field(default_factory=list)
+    result: SweepResult | None = None
+    failure: str = ""
+
+
+def sweep_gpus(
+    db: Path,
+    problems: Sequence[Problem],
+    budget: int,
+    seed: int,
+    listeners: Listeners,
+    arguments: dict[str, Any],
+    devices: Sequence[int],
+    make_worker: MakeWorker = Worker,
+    compile_one: Compile = compile_candidate,
+) -> list[SweepResult]:
+    """Tune `problems` on several GPUs at once; a result for each GPU that finished.
+
+    Raises WorkerError with the reason of the first one if none did. An interrupt ends all of them; each loses the trial
+    that is running at most.
+    """
+    cores = max(len(os.sched_getaffinity(0)) // len(devices), 1)
+    order = Order(db, budget, seed, arguments, cores, make_worker, compile_one)
+    members = [_start(device, order, listeners) for device in devices]
+    try:
+        _serve(members, problems)
+    finally:
+        for member in members:
+            member.connection.close()  # whoever still sweeps ends at its next trial, stored as interrupted
+        for member in members:
+            member.process.join(STOP_SECONDS)
+            member.process.kill()
+    found = [member.result for member in members if member.result is not None]
+    if not found:
+        raise WorkerError(next(member.failure for member in members if member.failure))
+    return found
+
+
+def _start(device: int, order: Order, listeners: Listeners) -> Member:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_sweep_device, args=(theirs, device, order))
+    with deaf_to_interrupts():
+        process.start()
+    theirs.close()
+    return Member(device, process, ours, listeners.of(f"cuda:{device}"))
+
+
+def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
+    """Answer the processes until all of them have ended."""
+    waiting: dict[Silicon, deque[Problem]] = {}
+    by_connection: dict[Any, Member] = {member.connection: member for member in members}
+    while by_connection:
+        for connection in wait(list(by_connection)):
+            member = by_connection[connection]
+            try:
+                what, value = member.connection.recv()
+            except (EOFError, OSError):
+                del by_connection[connection]
+                _ended(member, waiting)
+                continue
+            if what == "ready":
+                member.silicon = value
+                waiting.setdefault(value, deque(problems))
+            elif what == "next":
+                _give(member, waiting)
+            elif what in ("stage", "trial"):
+                getattr(member.listener, what)(*value)
+            else:
+                setattr(member, what, value)
+
+
+def _give(member: Member, waiting: dict[Silicon, deque[Problem]]) -> None:
+    assert member.silicon is not None
+    left = waiting[member.silicon]
+    problem = left.popleft() if left else None
+    if problem is not None:
+        member.held.append(problem)
+    with contextlib.suppress(OSError):  # it has just ended; that is seen when its connection is
+        member.connection.send(problem)
+
+
+def _ended(member: Member, waiting: dict[Silicon, deque[Problem]]) -> None:
+    """Take back what a process did not finish."""
+    if member.result is not None:
+        return
+    member.process.join(10)
+    code = member.process.exitcode
+    member.failure = member.failure or f"the process of cuda:{member.device} ended, exit code {code}"
+    if member.silicon is not None:
+        waiting[member.silicon].extend(member.held)
+    member.listener.stage(f"left out: {member.failure}", 0)
+
+
+class _Sender:
+    """A listener that sends what it is told to the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def stage(self, text: str, total: int) -> None:
+        """As in `Listener`."""
+        self.connection.send(("stage", (text, total)))
+
+    def trial(self, trial: Trial) -> None:
+        """As in `Listener`."""
+        self.connection.send(("trial", (trial,)))
+
+
+def _sweep_device(connection: Connection, device: int, order: Order) -> None:
+    """Body of the process of one GPU."""
+    follow_parent()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        with order.make_worker(device, order.seed) as worker, Store.open(order.db) as store:
+            connection.send(("ready", worker.start().silicon))
+            result = sweep_gpu(
+                store,
+                _given(connection),
+                order.budget,
+                order.seed,
+                _Sender(connection),
+                order.arguments,
+                worker,
+                order.compile_one,
+                order.cores,
+            )
+        connection.send(("result", result))
+    except TunegenError as error:
+        connection.send(("failure", str(error)))
+    except (KeyboardInterrupt, BrokenPipeError):  # the parent says what there is to say, or is gone
+        os._exit(130)
+
+
+def _given(connection: Connection) -> Iterator[Problem]:
+    """Problems, as long as the parent gives some."""
+    while True:
+        connection.send(("next", None))
+        problem = connection.recv()
+        if problem is None:
+            return
+        yield problem
