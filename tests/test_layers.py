@@ -30,7 +30,7 @@ LAYERS = {
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
         "gates.plot gates.run gates.record gates.command"
     ),
-    "edge": "cli_options commands single cli",
+    "edge": "cli_options commands single rendered cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]

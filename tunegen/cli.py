@@ -159,7 +159,7 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
 
     Example: tunegen render backward persistent_partials RSTD=saved --hidden 4096
     """
-    from .commands import render_kernel
+    from .rendered import render_kernel
 
     given = (family, parameters_of(parameters)) if family else None
     origin, text = render_kernel(
