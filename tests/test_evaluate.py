@@ -12,6 +12,7 @@ import torch
 from fake_gpu import DEFAULT, H200, PROBLEM, make_resources, measurement, template_of
 
 from tunegen import paths, render
+from tunegen.compile import first_line
 from tunegen.errors import CompileError
 from tunegen.evaluate import COMPILED, Session
 from tunegen.model import Config, Launch, Plan, Resources, Trial, TrialState
@@ -176,3 +177,15 @@ def test_what_breaks_the_context_is_a_result_and_the_process_is_to_be_replaced(s
 
     reason = "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert server._answer(launch) == ((TrialState.CRASHED, reason), 0, True, {})
+
+
+def test_error_of_cuda_is_told_without_torchs_advice():
+    """Its last line but for that says `assertions`, and was taken for the reason of an illegal access."""
+    error = RuntimeError(
+        "CUDA error: an illegal memory access was encountered\n"
+        "Search for `cudaErrorIllegalAddress' in https://docs.nvidia.com for more information.\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    )
+    assert first_line(error) == "RuntimeError: CUDA error: an illegal memory access was encountered"

@@ -22,6 +22,10 @@ from .model import Config, KernelSource, Launch, OpSpec, Plan, Problem, Resource
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 
+CUDA_ADVICE = ("Search for `cuda", "CUDA kernel errors might", "For debugging consider", "Compile with `TORCH_USE_CUDA")
+"""What torch says behind every error of CUDA."""
+
+
 class ArgumentClass(NamedTuple):
     """What a compiled kernel assumes of one argument: its type, whether 16 divides it, its value if that is fixed."""
 
@@ -135,20 +139,25 @@ def load_binary(compiled: Any) -> None:
 
 def first_line(error: BaseException) -> str:
     """The most telling single line of an error, with its type."""
-    lines = _lines(error)
-    if "^" in lines[:-1]:  # Triton shows the kernel's source up to where it fails, which may mention errors itself
-        lines = lines[len(lines) - lines[::-1].index("^") :]
-    elif "^" in lines:  # and no more: what is wrong stands in the cause of the cause
-        root = error
-        while root.__cause__ is not None:
-            root = root.__cause__
-        return f"{type(error).__name__}: {_lines(root)[-1][:300]}, at `{lines[-2][:120]}`"
+    lines, place = _lines(error), ""
+    if "^" in lines:  # Triton shows the kernel's source up to where it fails, which may mention errors itself
+        caret = len(lines) - 1 - lines[::-1].index("^")
+        place = f", at `{lines[caret - 1][:120]}`"
+        lines = lines[caret + 1 :] or _lines(_root(error))
     telling = [line for line in lines if "rror" in line or "assert" in line]
-    return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}"
+    return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}{place}"
+
+
+def _root(error: BaseException) -> BaseException:
+    """What began it: where Triton says nothing behind the source, that has the message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return [line for line in lines if not line.startswith(CUDA_ADVICE)] or lines
 
 
 def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Resources:
