@@ -57,8 +57,16 @@ class Bench:
     """The rotated inputs and the sentinel of one problem on one GPU, on a stream of its own."""
 
     def __init__(
-        self, spec: OpSpec, problem: Problem, device: torch.device, l2_bytes: int, sms: int, seed: int = 0
+        self,
+        spec: OpSpec,
+        problem: Problem,
+        device: torch.device,
+        l2_bytes: int,
+        sms: int,
+        seed: int = 0,
+        warm_up: float = WARM_UP_SECONDS,
     ) -> None:
+        """`l2_bytes` and `sms` are the GPU's; the sentinel runs for `warm_up` seconds first."""
         self.spec, self.problem, self.device, self.sms = spec, problem, device, sms
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.sensor = Sensor(device)
@@ -68,7 +76,7 @@ class Bench:
         self.calls = -(-wanted // self.sets) * self.sets
         self.tensors = [self._tensors(seed + 1000 + i) for i in range(self.sets)]
         self.sentinel = self._sentinel()
-        deadline = time.perf_counter() + WARM_UP_SECONDS
+        deadline = time.perf_counter() + warm_up
         while time.perf_counter() < deadline:
             self.time([self.sentinel], 1)
 

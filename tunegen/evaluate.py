@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .bench import FINAL_BLOCKS, FINAL_ROUNDS, Bench, Call, Timed, merged
+from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, merged
 from .dispatch import ROWS_REACH
 from .errors import CompileError
 from .launch import Variant
@@ -50,8 +50,9 @@ class Session:
         self.timed: dict[Machine, Config] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def _bench(self) -> Bench:
-        return Bench(self.spec, self.problem, self.device, self.silicon.l2_bytes, self.silicon.sms, self.seed)
+    def _bench(self, warm_up: float = WARM_UP_SECONDS) -> Bench:
+        silicon = self.silicon
+        return Bench(self.spec, self.problem, self.device, silicon.l2_bytes, silicon.sms, self.seed, warm_up)
 
     def variants(self, config: Config) -> list[Variant]:
         """Every rendering that may be launched for `config`; the first is the one that is timed."""
@@ -95,7 +96,7 @@ class Session:
             reason=verdict.reason,
             kind="measured" if verdict.ok else "baseline",
         )
-        return self._screened(trial, _calls_of(self.spec.torch_call, self.problem))
+        return self._screened(trial, _calls_of(partial(self.spec.torch_call, self.problem)))
 
     def verify(self, variants: Sequence[Variant]) -> Verdict:
         """The gate over every rendering; the first failure decides."""
@@ -118,7 +119,7 @@ class Session:
             if trial.config == COMPILED:
                 makes.append(self._compiled_calls)
             elif trial.config == TORCH:
-                makes.append(_calls_of(self.spec.torch_call, self.problem))
+                makes.append(_calls_of(partial(self.spec.torch_call, self.problem)))
             else:
                 variants = self.variants(trial.config)
                 if not self.verify(variants).ok:
@@ -141,7 +142,7 @@ class Session:
         with self._spending("opening problems"):
             del self.bench
             torch.cuda.empty_cache()
-            self.bench = self._bench()
+            self.bench = self._bench(warm_up=0.0)  # it is warm from the round before
 
     def _round(self, makes: Sequence[Make]) -> list[Measurement]:
         graphs = [self._captured(make) for make in makes]
@@ -163,7 +164,7 @@ class Session:
     def _compiled_calls(self, bench: Bench) -> Call:
         """Calls of the compiled formula, compiled."""
         with self._spending("compiling the plain formula"):
-            call = _calls_of(self.spec.compiled_call, self.problem)(bench)
+            call = _calls_of(self.spec.compiled_call(self.problem))(bench)
             with torch.cuda.stream(bench.stream):
                 call(0)
             return call
@@ -195,12 +196,12 @@ def _calls_of_variant(variant: Variant, bench: Bench) -> Call:
     return bench.call(variant)
 
 
-def _calls_of(make: Callable[..., Callable[[], object]], problem: Problem) -> Make:
+def _calls_of(form: Callable[[dict[str, Tensor]], Callable[[], object]]) -> Make:
     """Calls of a form of the op that binds its tensors."""
 
     def bind(bench: Bench) -> Call:
         with torch.cuda.stream(bench.stream):
-            calls = [make(problem, tensors) for tensors in bench.tensors]
+            calls = [form(tensors) for tensors in bench.tensors]
         return lambda i: calls[i]()
 
     return bind

@@ -282,8 +282,8 @@ class OpSpec:
     the product may launch; the first one is timed. `bytes_moved` counts each input read once and each output written
     once. `inputs(problem, device, seed)` draws the input tensors.
     `expected(problem, inputs, dtype)` is the reference computed in that dtype. `torch_call(problem, inputs)` returns
-    torch's own form of the op as a function without arguments, and `compiled_call` the same for `torch.compile` of
-    the plain formula.
+    torch's own form of the op as a function without arguments; `compiled_call(problem)` compiles the plain formula by
+    `torch.compile` and returns what makes such functions of inputs.
     """
 
     name: str
@@ -295,4 +295,4 @@ class OpSpec:
     inputs: Callable[..., dict[str, Any]]
     expected: Callable[..., dict[str, Any]]
     torch_call: Callable[..., Callable[[], Any]]
-    compiled_call: Callable[..., Callable[[], Any]]
+    compiled_call: Callable[[Problem], Callable[..., Callable[[], Any]]]

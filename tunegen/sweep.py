@@ -118,6 +118,7 @@ def sweep_gpu(
     with worker or Worker(0, seed) as worker:
         listener.stage("starting the measuring process", 0)
         facts = worker.start()
+        worker.prepare()  # for the finals, which are timed in a fresh process
         silicon, versions = facts.silicon, {k: v for k, v in facts.versions.items() if k in VERSIONS}
         taken: list[Problem] = []
         with (
@@ -126,7 +127,7 @@ def sweep_gpu(
         ):
             context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget)
             shortlists = per_problem(noted(problems, taken), listener, lambda p: search(context, worker, p))
-            worker.stop(STOP_SECONDS)  # finalists are timed in a fresh process
+            worker.stop(STOP_SECONDS)
             finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]))
             for problem in set(taken) - finals.keys():
                 store.set_apart(sweep_id, problem)

@@ -70,25 +70,39 @@ class Worker:
         self._opened: Problem | None = None
         self._process: Any = None
         self._connection: Connection | None = None
+        self._spare: tuple[Any, Connection] | None = None
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop(STOP_SECONDS if kind is None else 0.0)
+        if self._spare is not None:
+            process, connection = self._spare
+            self._spare = None
+            connection.close()
+            _end(process, 0.0)
+
+    def prepare(self) -> None:
+        """Begin to start a child for later, while another one works: the next `start` then takes that."""
+        if self._spare is None:
+            self._spare = self._launch()
+
+    def _launch(self) -> tuple[Any, Connection]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (self.target, theirs, self.device, self.seed)
+        process = context.Process(target=_following, args=arguments, daemon=True)
+        with deaf_to_interrupts():
+            process.start()
+        theirs.close()
+        return process, ours
 
     def start(self) -> Facts:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            arguments = (self.target, theirs, self.device, self.seed)
-            process = context.Process(target=_following, args=arguments, daemon=True)
-            with deaf_to_interrupts():
-                process.start()
-            self._process = process
-            theirs.close()
-            self._opened = None
+            self._process, self._connection = self._spare or self._launch()
+            self._spare = self._opened = None
             try:
                 with self._spending("starting processes"):
                     self.facts = self._receive(START_SECONDS)
@@ -129,9 +143,7 @@ class Worker:
         if self._process is not None:
             assert self._connection is not None
             self._connection.close()
-            self._process.join(patience)
-            self._process.kill()
-            self._process.join(KILL_SECONDS)
+            _end(self._process, patience)
             self._process = self._connection = None
 
     def _guarded(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
@@ -185,6 +197,12 @@ class Worker:
             self.stop()
             raise answer
         return answer
+
+
+def _end(process: Any, patience: float) -> None:
+    process.join(patience)
+    process.kill()
+    process.join(KILL_SECONDS)
 
 
 def _following(target: Any, *arguments: Any) -> None:
