@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -24,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[FOLDERS] = tempfile.mkdtemp(prefix="tunegen-tests-")
     os.environ["TUNEGEN_BUILD"] = os.path.join(config.stash[FOLDERS], "build")
     os.environ["TUNEGEN_DB"] = os.path.join(config.stash[FOLDERS], "tune.db")
+    # Where a script starts the tests in the background, they and all their children would ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

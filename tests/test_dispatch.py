@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_gpu import keep
 
 from tunegen import dispatch, render
 from tunegen.errors import CompileError, RenderError
-from tunegen.model import PROTOCOL, Config, Measurement, Problem, Trial, TrialState
+from tunegen.model import Config, Measurement, Problem, Trial, TrialState
 from tunegen.ops.rms_norm import _launch
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
-from tunegen.store import Store
 
 H200 = of_arch("sm_90")
 PROBLEM = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
@@ -42,11 +42,7 @@ def answers(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "silicon_of", lambda index: H200)
 
     def store(*trials):
-        with Store.open(path) as file:
-            sweep = file.begin_sweep(H200, {}, {}, 0)
-            for trial in trials:
-                file.add(sweep, trial, PROTOCOL, dispatch.triton_minor(), "")
-            file.finish_sweep(sweep)
+        keep(path, *trials)
         return [rung.config for rung in dispatch.rungs(path, PROBLEM, H200)]
 
     return store

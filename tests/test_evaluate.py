@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from tunegen.evaluate import COMPILED, Session
 from tunegen.model import Config, Launch, Plan, Resources, Trial, TrialState
 from tunegen.ops import op_spec
 from tunegen.serving import Server
+from tunegen.spending import Spent
 from tunegen.verify import Verdict
 
 SPEC = replace(op_spec("rms_norm"), compiled_call=lambda problem: lambda given: lambda: None)
@@ -31,7 +31,7 @@ class Here(Session):
         self.benches, self.times = [], list(times)
         self.bench = self._bench(0.2)
         self.verdict = Verdict(True, 0.5)
-        self.best, self.timed, self.seconds = math.inf, {}, defaultdict(float)
+        self.best, self.timed, self.seconds = math.inf, {}, Spent()
         self.grid = (1,)
 
     def _bench(self, warm_up):
@@ -152,7 +152,8 @@ def server(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     found = Server.__new__(Server)
     found.faults = faults
-    found.session = SimpleNamespace(seconds={"timing": 2.0})
+    found.session = SimpleNamespace(seconds=Spent())
+    found.session.seconds["timing"] = 2.0
     return found
 
 

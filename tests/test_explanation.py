@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from fake_gpu import keep
 from helpers import OP_MODULE
 from test_dispatch import BASELINE, DEFAULT, FIRST, H200, PROBLEM, SECOND, SPACE, timed
 
 import tunegen
 from tunegen import cli, dispatch, explanation
 from tunegen.explanation import explain_problem
-from tunegen.model import PROTOCOL, Config
-from tunegen.store import Store
+from tunegen.model import Config
 
 
 def valid(rows):
@@ -36,11 +36,7 @@ def db(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "silicon_of", lambda index: H200)
 
     def store(*trials):
-        with Store.open(path) as file:
-            sweep = file.begin_sweep(H200, {}, {}, 0)
-            for trial in trials:
-                file.add(sweep, trial, PROTOCOL, dispatch.triton_minor(), "")
-            file.finish_sweep(sweep)
+        keep(path, *trials)
         return path
 
     return store

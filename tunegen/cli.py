@@ -21,6 +21,7 @@ from .cli_options import (
     parameters_of,
     path_of,
     problem_of,
+    problem_options,
     recorded,
     size,
     weight_option,
@@ -141,13 +142,7 @@ def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
 @click.argument("direction", type=click.Choice(DIRECTIONS))
 @click.argument("family", required=False)
 @click.argument("parameters", nargs=-1)
-@click.option("--hidden", type=size, required=True, help="Width N.")
-@click.option("--rows", type=size, default=4096, show_default=True, help="Row count M.")
-@click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x.")
-@weight_option
-@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds.")
-@offset_option
-@frozen_option
+@problem_options(rows=4096)
 @click.option("--save-rstd", is_flag=True, help="Forward as it runs when a gradient is wanted.")
 @click.option("--arch", help="Winner or default of this target. [default: this GPU's, else sm_90]")
 @db_option
@@ -172,13 +167,7 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
 @click.argument("what")
 @click.argument("family")
 @click.argument("parameters", nargs=-1)
-@click.option("--hidden", type=size, required=True, help="Width N.")
-@click.option("--rows", type=size, default=4096, show_default=True, help="Row count M.")
-@click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x.")
-@weight_option
-@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds.")
-@offset_option
-@frozen_option
+@problem_options(rows=4096)
 @click.option("--arch", help="Compile for this target, such as sm_90, without timing. [default where no GPU is: sm_90]")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the inputs.")
 @json_option
@@ -202,16 +191,10 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
 
 
 @main.command()
-@click.option("--hidden", type=size, required=True, help="Width N.")
-@click.option("--rows", type=size, required=True, help="Row count M.")
+@problem_options(rows=None)
 @click.option(
     "--direction", type=click.Choice(DIRECTIONS), multiple=True, default=DIRECTIONS, show_default=True, help="Or one."
 )
-@click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x.")
-@weight_option
-@click.option("--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds.")
-@offset_option
-@frozen_option
 @click.option("--arch", help="On this target. [default: this GPU, else sm_90]")
 @db_option
 @json_option

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from . import paths
-from .model import DTYPE_BYTES, Problem, Value
+from .model import CASTINGS, DTYPE_BYTES, Problem, Value
 from .recorded import load_recording
 
 LARGEST = 2**31 - 1
@@ -52,6 +52,31 @@ weight_option = click.option(
 )
 offset_option = click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
 frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
+
+
+def problem_options(rows: int | None) -> Callable[[Any], Any]:
+    """The options that describe one problem; `rows` is the default of --rows, None if it must be given."""
+    told = {"required": True} if rows is None else {"default": rows, "show_default": True}
+    options = (
+        click.option("--hidden", type=size, required=True, help="Width N."),
+        click.option("--rows", type=size, help="Row count M.", **told),
+        click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x."),
+        weight_option,
+        click.option(
+            "--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds."
+        ),
+        offset_option,
+        frozen_option,
+    )
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 db_option = click.option("--db", callback=database, help="Database file. [default: $TUNEGEN_DB, else cache/tune.db]")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 

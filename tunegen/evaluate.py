@@ -4,10 +4,7 @@ process."""
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +18,7 @@ from .launch import Variant
 from .model import TORCH_FAMILY, Config, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .render import combined_digest, renderings
+from .spending import Spent
 from .verify import Gate, Verdict, variant_runner
 
 TORCH = Config(TORCH_FAMILY)
@@ -48,7 +46,7 @@ class Session:
         self.bench = self._bench()
         self.best = math.inf
         self.timed: dict[Machine, Config] = {}
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds = Spent()
 
     def _bench(self, warm_up: float = WARM_UP_SECONDS) -> Bench:
         silicon = self.silicon
@@ -101,7 +99,7 @@ class Session:
     def verify(self, variants: Sequence[Variant]) -> Verdict:
         """The gate over every rendering; the first failure decides."""
         worst = Verdict(True, 0.0)
-        with self._spending("verifying"):
+        with self.seconds.on("verifying"):
             for variant in variants:
                 outputs = self._wanted(rstd=variant.source.flags.get("save_rstd", False))
                 verdict = self.gate.check(variant_runner(self.spec, variant), outputs)
@@ -139,43 +137,35 @@ class Session:
 
     def _renew(self) -> None:
         """Another bench, whose buffers lie elsewhere."""
-        with self._spending("opening problems"):
+        with self.seconds.on("opening problems"):
             del self.bench
             torch.cuda.empty_cache()
             self.bench = self._bench(warm_up=0.0)  # it is warm from the round before
 
     def _round(self, makes: Sequence[Make]) -> list[Measurement]:
         graphs = [self._captured(make) for make in makes]
-        with self._spending("timing"):
+        with self.seconds.on("timing"):
             return self.bench.measure(graphs, FINAL_BLOCKS)
 
     def _screened(self, trial: Trial, make: Make) -> Trial:
         graph = self._captured(make)
-        with self._spending("timing"):
+        with self.seconds.on("timing"):
             found = self.bench.screen(graph, self.best)
         self.best = min(self.best, found.score)
         return replace(trial, measurement=found)
 
     def _captured(self, make: Make) -> Timed:
         call = make(self.bench)
-        with self._spending("capturing graphs"):
+        with self.seconds.on("capturing graphs"):
             return self.bench.capture(call)
 
     def _compiled_calls(self, bench: Bench) -> Call:
         """Calls of the compiled formula, compiled."""
-        with self._spending("compiling the plain formula"):
+        with self.seconds.on("compiling the plain formula"):
             call = _calls_of(self.spec.compiled_call(self.problem))(bench)
             with torch.cuda.stream(bench.stream):
                 call(0)
             return call
-
-    @contextmanager
-    def _spending(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - began
 
     def _torch_runner(self, problem: Problem, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.spec.torch_call(problem, dict(tensors))().items():

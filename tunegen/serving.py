@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +59,7 @@ class Server:
         # What a candidate's buffers leave behind seldom fits the next one's: kept, it added up to half as much again.
         torch.cuda.empty_cache()
         assert self.session is not None
-        spent, self.session.seconds = self.session.seconds, defaultdict(float)
-        return Answer(found, peak, poisoned, spent)
+        return Answer(found, peak, poisoned, self.session.seconds.taken())
 
 
 def versions(device: int) -> dict[str, str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 from .errors import WorkerError
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState
 from .pool import deaf_to_interrupts, follow_parent
+from .spending import Spent
 
 
 class Answer(NamedTuple):
@@ -66,7 +65,7 @@ class Worker:
         self.problem: Problem | None = None
         self.facts: Facts | None = None
         self.peak_bytes = 0
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds = Spent()
         self._opened: Problem | None = None
         self._process: Any = None
         self._connection: Connection | None = None
@@ -104,7 +103,7 @@ class Worker:
             self._process, self._connection = self._spare or self._launch()
             self._spare = self._opened = None
             try:
-                with self._spending("starting processes"):
+                with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
             except (EOFError, OSError) as error:  # TimeoutError is an OSError
                 self.stop()
@@ -150,7 +149,7 @@ class Worker:
         try:
             self.start()
             if self._opened != self.problem:
-                with self._spending("opening problems"):
+                with self.seconds.on("opening problems"):
                     self._call("open", (self.problem,), OPEN_SECONDS)
                 self._opened = self.problem
         except (EOFError, OSError, WorkerError) as error:
@@ -174,14 +173,6 @@ class Worker:
         if answer.poisoned:
             self.stop()
         return answer.result
-
-    @contextlib.contextmanager
-    def _spending(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - began
 
     def _call(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         assert self._connection is not None
