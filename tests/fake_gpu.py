@@ -98,7 +98,8 @@ class FakeGpu:
     """`faults` says by label of a config what comes of it instead of a time, and of a problem what comes of opening it.
     `us` sets times by label; `jitter` is how far the three rounds of the finals lie apart. The file `log` gets a line
     for each thing that is done, with the process that did it. With `package`, trials have the digest of the templates
-    there, as the measuring process finds them. `others` are architectures of further GPUs by number."""
+    there, as the measuring process finds them. `others` are architectures of further GPUs by number, `memory`
+    is how many bytes they have more of."""
 
     log: str
     faults: dict[str, str] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class FakeGpu:
     opened: Problem = PROBLEM
     package: str = ""
     others: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
     device: int = 0
 
     def worker(self, seed: int = 0) -> Worker:
@@ -124,7 +126,9 @@ class FakeGpu:
         if fault := self.faults.get("start"):
             os._exit(3) if fault == "exit" else time.sleep(600)
         self.device = device
-        connection.send(Facts(of_arch(self.others.get(str(device), "sm_90")), VERSIONS))
+        silicon = of_arch(self.others.get(str(device), "sm_90"))
+        silicon = replace(silicon, memory_bytes=silicon.memory_bytes + self.memory.get(str(device), 0))
+        connection.send(Facts(silicon, VERSIONS))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 method, arguments = connection.recv()

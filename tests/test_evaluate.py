@@ -32,7 +32,7 @@ class Here(Session):
         self.bench = self._bench(0.2)
         self.verdict = Verdict(True, 0.5)
         self.best, self.timed, self.seconds = math.inf, {}, Spent()
-        self.grid = (1,)
+        self.grid, self.formula = (1,), None
 
     def _bench(self, warm_up):
         self.benches.append(
@@ -132,10 +132,28 @@ def test_finals_take_three_rounds_on_buffers_of_their_own_and_compile_the_formul
     compiled = Trial(PROBLEM, COMPILED, TrialState.OK, kind="baseline")
     tile, formula = session.finals([Trial(PROBLEM, DEFAULT, TrialState.OK), compiled])
     assert tile.measurement.rounds == pytest.approx((0.8, 0.84, 0.79))
-    assert tile.measurement.score == pytest.approx(0.8)
+    assert tile.measurement.score == pytest.approx(0.81)  # their mean
     assert len(tile.measurement.blocks) == 9
     assert formula.measurement.rounds == (2.0,)
     assert len(session.benches) == 3
+
+
+def test_kernel_whose_timing_failed_stands_for_no_other(digest):
+    session = Here()
+    session.bench.screen = lambda graph, best: fail(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError):
+        session.screen(DEFAULT, SPENT)
+    session.bench.screen = lambda graph, best: session.time()
+    assert session.screen(Config.of("tile", {"ROWS": 4, "num_warps": 4}), SPENT).state is TrialState.OK
+
+
+def test_formula_that_does_not_compile_costs_its_baseline_only(digest, monkeypatch):
+    session = Here([8.0] * 3)
+    broken = replace(SPEC, compiled_call=lambda problem: fail(RuntimeError("no compiler")))
+    monkeypatch.setattr(session, "spec", broken)
+    compiled = Trial(PROBLEM, COMPILED, TrialState.OK, kind="baseline")
+    (tile,) = session.finals([Trial(PROBLEM, DEFAULT, TrialState.OK), compiled])
+    assert tile.measurement.rounds == (0.8, 0.8, 0.8)
 
 
 @pytest.fixture
@@ -154,6 +172,7 @@ def server(monkeypatch):
     found.faults = faults
     found.session = SimpleNamespace(seconds=Spent())
     found.session.seconds["timing"] = 2.0
+    found.session.bench = object()
     return found
 
 
@@ -190,3 +209,13 @@ def test_error_of_cuda_is_told_without_torchs_advice():
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
     )
     assert first_line(error) == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_session_that_lost_its_buffers_is_to_be_replaced(server):
+    """They are given up before new ones are allocated."""
+
+    def renew():
+        del server.session.bench
+        raise RuntimeError("out of memory")
+
+    assert server._answer(renew)[:3] == ((TrialState.RUNTIME, "RuntimeError: out of memory"), 0, True)

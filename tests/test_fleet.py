@@ -76,13 +76,27 @@ def test_alike_gpus_share_the_problems(host):
     assert {row["rows"] for row in host.rows("winners", kind="measured", half=0)} == {p.rows for p in PROBLEMS}
     keys = Counter((r["rows"], r["family"], r["parameters"], r["stage"]) for r in host.rows())
     assert set(keys.values()) == {1}
-    assert host.told.trials.keys() <= {"cuda:0", "cuda:1"}
+    assert host.told.trials.keys() == {"cuda:0", "cuda:1"}, "each takes its first one while the other works on one"
     assert sum(host.told.trials.values()) == len(host.rows())
     together = merged(results)
     assert {t.problem for t in together.finals} == set(PROBLEMS)
     assert together.seconds["starting processes"] == pytest.approx(
         sum(r.seconds["starting processes"] for r in results)
     )
+
+
+def test_gpus_that_differ_by_the_size_of_their_memory_alone_are_alike(host):
+    """The driver reports it a few megabytes apart for one model."""
+    host.gpu.memory = {"1": 4096}
+    results = host.sweep(problems=PROBLEMS[:4])
+    assert not {t.problem for t in results[0].finals} & {t.problem for t in results[1].finals}
+    assert len(host.gpu.lines("screen")) == len(host.rows(stage="screen", state="ok"))
+
+
+def test_problem_that_no_gpu_finished_is_named_with_the_reason(host):
+    host.gpu.faults = {PROBLEMS[0].label(): "out of memory"}
+    results = host.sweep(problems=PROBLEMS[:3])
+    assert set().union(*(result.left_out for result in results)) == {PROBLEMS[0]}
 
 
 def test_gpus_that_differ_tune_everything_for_themselves_and_never_mix(host):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from dataclasses import replace
 
+import fake_gpu
 import pytest
 
 from tunegen.dispatch import triton_minor
@@ -42,6 +45,19 @@ def test_every_candidate_of_every_family_has_a_rank(problem):
 
 def test_a_template_that_fails_costs_its_ranks_and_nothing_else():
     assert ranked(PROBLEM, [Config.of("no_such_family", {}), HERE], H200).keys() == {HERE}
+
+
+@pytest.mark.parametrize("damage", ["rows = 'abc'", "hidden = 'x'", "rows = 0", "parameters = '[1]'"])
+def test_h21_a_row_of_nonsense_costs_itself_only(tmp_path, damage):
+    near, far = (Problem("rms_norm", "forward", 4096, rows) for rows in (1024, 16))
+    path = tmp_path / "tune.db"
+    fake_gpu.keep(path, *(Trial(p, HERE, TrialState.OK, measurement=fake_gpu.measurement(8.0)) for p in (near, far)))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE trials SET {damage} WHERE rows = 16")
+    with Store.read(path) as store:
+        found = neighbours(store, PROBLEM, H200)
+    assert found == [Winner(1024, 4096, HERE)]
+    assert carried(SPACE, PROBLEM, H200, found) == [HERE]
 
 
 def test_a_winner_is_carried_to_another_width_with_what_follows_from_it():

@@ -42,8 +42,9 @@ from tunegen.model import PROTOCOL, Config
 from tunegen.ops import op_spec
 from tunegen.pool import CompilePool
 from tunegen.recorded import RecordedCall, Recording
+from tunegen.standing import FINALISTS
 from tunegen.store import Store
-from tunegen.sweep import FINALISTS, sweep_gpu
+from tunegen.sweep import sweep_gpu
 
 ALL = [*TILES, *OLD, TORCH]
 FEW = replace(PROBLEM, rows=4)
@@ -353,11 +354,33 @@ def test_problem_that_cannot_be_opened_is_left_out_and_said(bench, problems):
     assert {t.problem for t in result.finals} == {PROBLEM}
     assert {row["rows"] for row in bench.rows()} == {PROBLEM.rows}
     assert [stage for stage in bench.told.stages if "left out" in stage[0]] == [(LEFT_OUT, 0)]
+    assert list(result.left_out) == [FEW]
     assert states_of_sweeps(bench) == ["finished"]
     bench.gpu.faults = {}
     bench.sweep(problems)
     assert {row["rows"] for row in bench.rows("winners", kind="measured")} == {PROBLEM.rows, FEW.rows}
     assert len(bench.gpu.lines("screen")) == 2 * len(ALL)
+
+
+def test_command_names_problems_that_it_left_out(bench):
+    bench.gpu.faults = {FEW.label(): "out of memory"}
+    stdout, _ = bench.finish("--rows", "4", "--json")
+    found = json.loads(stdout)
+    assert [line["rows"] for line in found["results"]] == [PROBLEM.rows]
+    (line,) = found["left_out"]
+    assert line.startswith(f"left out: {FEW.label()}: ")
+    assert "OutOfMemoryError: 2 TiB" in line
+
+
+def test_torchs_own_op_is_timed_again_by_another_release_of_torch(bench):
+    bench.sweep()
+    bench.sweep()
+    assert len([line for line in bench.gpu.lines("screen") if line.endswith(" torch")]) == 1
+    with closing(sqlite3.connect(bench.db)) as connection, connection:
+        connection.execute("UPDATE trials SET torch = '2.13' WHERE family LIKE 'torch%'")
+    bench.sweep()
+    assert len([line for line in bench.gpu.lines("screen") if line.endswith(" torch")]) == 2
+    assert len(bench.gpu.lines("screen")) == len(ALL) + 1
 
 
 def test_problem_that_cannot_be_opened_again_for_its_finals_keeps_its_screening(bench):

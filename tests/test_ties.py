@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from fake_gpu import DEFAULT, H200, PROBLEM, TILES, measurement
 
+from tunegen.bench import merged, summarize
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Config, Resources, Trial, TrialState
 from tunegen.store import Store
-from tunegen.ties import LIMITS_LARGE, LIMITS_SMALL, band, judged, winner
+from tunegen.ties import LIMITS_LARGE, LIMITS_SMALL, band, judged, student_t, winner
 
 LARGE, SMALL = 128_000_000, 8_000_000
 
@@ -21,22 +22,30 @@ def noisy(true, sigma, chance, rounds=3):
     return [[score * chance.lognormvariate(0.0, sigma) for _ in range(rounds)] for score in true]
 
 
-def mean(values):
-    return sum(values) / len(values)
+@pytest.mark.parametrize("kernels", [2, 4, 8])
+def test_band_is_what_two_measurements_of_one_kernel_differ_by(kernels, monkeypatch):
+    """Of many pairs of measurements, 95 % differ by no more, however few kernels there are; the factor that a round
+    shares does not count, and the score is that of `bench.merged`."""
+    monkeypatch.setattr("tunegen.ties.LIMITS_SMALL", (0.0, 1.0))
+    chance = random.Random(1)
 
+    def measured():
+        """Rounds whose blocks differ by little, as on a GPU."""
+        rounds = [10 * chance.lognormvariate(0.0, 0.01) for _ in range(3)]
+        return merged([summarize([us, us * 1.0001, us * 0.9999], [10.0] * 3) for us in rounds])
 
-def test_band_is_what_two_measurements_of_one_kernel_differ_by():
-    """Of many pairs of measurements, 95 % differ by no more; the factor that a round shares does not count."""
-    chance = random.Random(0)
-    sigma = 0.015
     within = []
-    for _ in range(400):
+    for _ in range(4000):
         shared = [chance.lognormvariate(0.0, 0.05) for _ in range(3)]
-        rounds = noisy([1.0, 1.1, 1.2, 1.3, 1.4, 1.5], sigma, chance)
-        found = band([[s * f for s, f in zip(own, shared, strict=True)] for own in rounds], SMALL)
-        first, second = (mean(noisy([1.0], sigma, chance)[0]) for _ in range(2))
+        found = band([[s * f for s, f in zip(measured().rounds, shared, strict=True)] for _ in range(kernels)], SMALL)
+        first, second = measured().score, measured().score
         within.append(max(first, second) / min(first, second) <= 1 + found)
-    assert 0.90 <= sum(within) / len(within) <= 0.99
+    assert 0.94 <= sum(within) / len(within) <= 0.96
+
+
+def test_students_distribution_is_that_of_the_tables():
+    assert [round(student_t(n), 2) for n in (4, 6, 10, 30)] == [2.78, 2.45, 2.23, 2.04]
+    assert student_t(2) == pytest.approx(4.303, rel=0.01)
 
 
 def test_band_grows_with_the_noise_within_limits():
@@ -52,7 +61,8 @@ def test_limits_are_those_of_large_problems_from_sixty_megabytes():
 
 
 def test_band_of_a_single_kernel_is_that_of_its_rounds():
-    assert band([[1.0, 1.007, 0.993]], LARGE) == pytest.approx(1.96 * (2 / 3) ** 0.5 * 0.007, rel=0.01)
+    """Two degrees of freedom: Student's 4.30 standard errors."""
+    assert band([[1.0, 1.003, 0.997]], LARGE) == pytest.approx(4.27 * (2 / 3) ** 0.5 * 0.003, rel=0.02)
 
 
 def final(config, us, rounds=(), **changes):

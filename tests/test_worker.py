@@ -62,6 +62,29 @@ def test_one_process_serves_all_and_opens_each_problem_once(gpu, worker):
     assert len(gpu.processes()) == 1
 
 
+def test_spare_process_takes_over_at_once(gpu):
+    with gpu.worker() as worker:
+        worker.start()
+        worker.prepare()
+        wait_until(lambda: len(gpu.lines("start")) == 2)
+        worker.stop()
+        worker.open(PROBLEM)
+        assert worker.screen(TILES[0], SPENT).state is TrialState.OK
+        assert len(gpu.lines("start")) == 2
+
+
+def test_spare_process_that_did_not_come_up_costs_nothing(gpu):
+    """As on a GPU that takes one process at a time: the second is refused while the first one lives."""
+    with gpu.worker() as worker:
+        worker.start()
+        worker.target = FakeGpu(gpu.log, {"start": "exit"}).serve
+        worker.prepare()
+        worker.target = gpu.serve
+        worker.stop()
+        worker.open(PROBLEM)
+        assert worker.screen(TILES[0], SPENT).state is TrialState.OK
+
+
 @pytest.mark.parametrize(
     ("fault", "state", "reason"),
     [

@@ -184,7 +184,7 @@ class Bench:
         first = self.measure([candidate], FIRST_BLOCKS)[0]
         if min(ratios(first)) > best * (1 + CONTENDER):
             return first
-        return merged([first, self.measure([candidate], SCREEN_BLOCKS - FIRST_BLOCKS)[0]])
+        return joined([first, self.measure([candidate], SCREEN_BLOCKS - FIRST_BLOCKS)[0]])
 
 
 def rotated(count: int, block: int) -> list[int]:
@@ -226,11 +226,17 @@ def ratios(found: Measurement) -> list[float]:
     return [b / s for b, s in zip(found.blocks, found.sentinel_blocks, strict=True)]
 
 
-def merged(rounds: Sequence[Measurement]) -> Measurement:
-    """All blocks of several rounds as one measurement, with the score of each round."""
-    whole = summarize(
-        [b for one in rounds for b in one.blocks],
-        [s for one in rounds for s in one.sentinel_blocks],
-        [c for one in rounds for c in one.conditions],
+def joined(parts: Sequence[Measurement]) -> Measurement:
+    """All blocks of several parts of one round."""
+    return summarize(
+        [b for one in parts for b in one.blocks],
+        [s for one in parts for s in one.sentinel_blocks],
+        [c for one in parts for c in one.conditions],
     )
-    return replace(whole, rounds=tuple(one.score for one in rounds))
+
+
+def merged(rounds: Sequence[Measurement]) -> Measurement:
+    """Several rounds as one measurement, whose score is the mean of theirs."""
+    whole = joined(rounds)
+    scores = [one.score for one in rounds]
+    return replace(whole, score=statistics.fmean(scores), rounds=tuple(scores))

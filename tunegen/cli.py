@@ -102,6 +102,8 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
     """
     from .commands import run_sweep
 
+    if options["gpus"] is not None and options["arch"] is not None:
+        raise click.UsageError("--arch compiles without a GPU, --gpus tunes on some; give one of them up")
     if options["recording"] is not None:
         counts = recorded(ctx, options["recording"])
         run_sweep(list(counts), console_for(options["as_json"]), options, counts)

@@ -21,6 +21,7 @@ from .evaluate import COMPILED
 from .fleet import sweep_gpus
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
 from .progress import SweepProgress
+from .silicon import kind_of
 from .store import Store
 from .sweep import SweepResult, merged, sweep_gpu
 from .sweep_target import sweep_target
@@ -57,28 +58,35 @@ def run_sweep(
         if target is None
         else _estimated(trials, target, console)
     )
-    spent = merged(results).seconds if target is None else {}
-    _end(found, progress.failures, spent, time.monotonic() - began, console, options)
+    seconds = time.monotonic() - began
+    if target is None:
+        found |= _told(results, seconds, console)
+    _end(found, progress.failures, seconds, console, options)
+
+
+def _told(results: Sequence[SweepResult], seconds: float, console: Console) -> dict[str, Any]:
+    """Print what was left out and what the time was spent on, and return it for JSON."""
+    left_out = list(dict.fromkeys(line for result in results for line in report.left_out_lines(result.left_out)))
+    spent = merged(results).seconds
+    for line in (*left_out, report.time_line(spent, seconds, len(results))):
+        console.print(line, soft_wrap=True)
+    return {"left_out": left_out, "seconds_spent": {what: round(value, 2) for what, value in spent.items()}}
 
 
 def _end(
     found: dict[str, Any],
     failures: Sequence[Trial],
-    spent: Mapping[str, float],
     seconds: float,
     console: Console,
     options: dict[str, Any],
 ) -> None:
-    """What failed, what the time was spent on, the summary and where it is all kept; or all of it as JSON."""
+    """What failed, the summary and where it is all kept; or all of it as JSON."""
     for line in report.failure_lines(failures):
         console.print(line, soft_wrap=True)
-    if spent:
-        console.print(report.time_line(spent, seconds), soft_wrap=True)
     database = str(options["db"].absolute())
     if options["as_json"]:
         times = {
             "seconds": round(seconds, 1),
-            "seconds_spent": {what: round(value, 2) for what, value in spent.items()},
         }
         rest = {"database": database, **times, "failures": report.failures_as_json(failures)}
         click.echo(json.dumps({**found, **rest}, indent=2))
@@ -107,8 +115,8 @@ def _by_silicon(
     counts: Mapping[Problem, int] | None,
 ) -> dict[str, Any]:
     """Print what was found on each kind of GPU, and return it for JSON."""
-    kinds = list(dict.fromkeys(result.silicon for result in results))
-    groups = [merged([result for result in results if result.silicon == kind]) for kind in kinds]
+    kinds = list(dict.fromkeys(kind_of(result.silicon) for result in results))
+    groups = [merged([result for result in results if kind_of(result.silicon) == kind]) for kind in kinds]
     found = [_measured(db, problems, group, console, counts) for group in groups]
     return found[0] if len(found) == 1 else {"summary": " ".join(one["summary"] for one in found), "by_gpu": found}
 

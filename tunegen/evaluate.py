@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, merged
-from .dispatch import ROWS_REACH
+from .compile import first_line
+from .dispatch import LOG, ROWS_REACH
 from .errors import CompileError
 from .launch import Variant
 from .model import TORCH_FAMILY, Config, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
@@ -47,6 +48,7 @@ class Session:
         self.best = math.inf
         self.timed: dict[Machine, Config] = {}
         self.seconds = Spent()
+        self.formula: Callable[..., Callable[[], object]] | None = None
 
     def _bench(self, warm_up: float = WARM_UP_SECONDS) -> Bench:
         silicon = self.silicon
@@ -81,9 +83,10 @@ class Session:
         trial = replace(trial, error_ulp=_finite(verdict.error_ulp))
         if not verdict.ok:
             return replace(trial, state=TrialState.INCORRECT, reason=verdict.reason)
+        trial = self._screened(trial, lambda bench: bench.call(variants[0]))
         if machine[0]:
             self.timed[machine] = config
-        return self._screened(trial, lambda bench: bench.call(variants[0]))
+        return trial
 
     def _screen_torch(self, trial: Trial) -> Trial:
         """torch's own op competes if it passes the gate; if not, it is timed as a baseline all the same."""
@@ -130,10 +133,21 @@ class Session:
             if number:
                 self._renew()
             # Compiling the formula takes seconds, and a baseline ties with nobody: one round is enough for it.
-            playing = [i for i, trial in enumerate(good) if not number or trial.config != COMPILED]
+            playing = [
+                i for i, trial in enumerate(good) if trial.config != COMPILED or (not number and self._compiles())
+            ]
             for i, measurement in zip(playing, self._round([makes[i] for i in playing]), strict=True):
                 rounds[i].append(measurement)
-        return [replace(trial, measurement=merged(own)) for trial, own in zip(good, rounds, strict=True)]
+        return [replace(trial, measurement=merged(own)) for trial, own in zip(good, rounds, strict=True) if own]
+
+    def _compiles(self) -> bool:
+        """Whether torch.compile makes anything of the formula; where it fails, the others go without that baseline."""
+        try:
+            self._compiled_calls(self.bench)
+        except Exception as error:
+            LOG.warning("%s: no torch.compile beside it: %s", self.problem.label(), first_line(error))
+            return False
+        return True
 
     def _renew(self) -> None:
         """Another bench, whose buffers lie elsewhere."""
@@ -162,7 +176,8 @@ class Session:
     def _compiled_calls(self, bench: Bench) -> Call:
         """Calls of the compiled formula, compiled."""
         with self.seconds.on("compiling the plain formula"):
-            call = _calls_of(self.spec.compiled_call(self.problem))(bench)
+            self.formula = self.formula or self.spec.compiled_call(self.problem)
+            call = _calls_of(self.formula)(bench)
             with torch.cuda.stream(bench.stream):
                 call(0)
             return call

@@ -13,7 +13,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from .errors import TunegenError, WorkerError
 from .model import Problem, Silicon, Trial
 from .pool import Compile, compile_candidate, deaf_to_interrupts, follow_parent
+from .silicon import kind_of
 from .store import Store
 from .sweep import Listener, SweepResult, sweep_gpu
 from .worker import STOP_SECONDS, Worker
@@ -93,7 +94,17 @@ def sweep_gpus(
     found = [member.result for member in members if member.result is not None]
     if not found:
         raise WorkerError(next(member.failure for member in members if member.failure))
-    return found
+    return [_with_lost(result, found, members, problems) for result in found]
+
+
+def _with_lost(
+    result: SweepResult, results: Sequence[SweepResult], members: Sequence[Member], problems: Sequence[Problem]
+) -> SweepResult:
+    """A result that names the problems which no GPU of its kind finished, with the reason of one that ended early."""
+    alike = [other for other in results if kind_of(other.silicon) == kind_of(result.silicon)]
+    known = {t.problem for other in alike for t in other.finals} | {p for other in alike for p in other.left_out}
+    why = next((member.failure for member in members if member.failure), "no GPU took it")
+    return replace(result, left_out={**result.left_out, **{p: why for p in problems if p not in known}})
 
 
 def _start(device: int, order: Order, listeners: Listeners) -> Member:
@@ -121,7 +132,7 @@ def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
                 continue
             if what == "ready":
                 member.silicon = value
-                waiting.setdefault(value, deque(problems))
+                waiting.setdefault(kind_of(value), deque(problems))
             elif what == "next":
                 _give(member, waiting)
             elif what in ("stage", "trial"):
@@ -132,7 +143,7 @@ def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
 
 def _give(member: Member, waiting: dict[Silicon, deque[Problem]]) -> None:
     assert member.silicon is not None
-    left = waiting[member.silicon]
+    left = waiting[kind_of(member.silicon)]
     problem = left.popleft() if left else None
     if problem is not None:
         member.held.append(problem)
@@ -148,7 +159,7 @@ def _ended(member: Member, waiting: dict[Silicon, deque[Problem]]) -> None:
     code = member.process.exitcode
     member.failure = member.failure or f"the process of cuda:{member.device} ended, exit code {code}"
     if member.silicon is not None:
-        waiting[member.silicon].extend(member.held)
+        waiting[kind_of(member.silicon)].extend(member.held)
     member.listener.stage(f"left out: {member.failure}", 0)
 
 
@@ -189,7 +200,7 @@ def _sweep_device(connection: Connection, device: int, order: Order) -> None:
         connection.send(("result", result))
     except TunegenError as error:
         connection.send(("failure", str(error)))
-    except (KeyboardInterrupt, BrokenPipeError):  # the parent says what there is to say, or is gone
+    except (KeyboardInterrupt, EOFError, ConnectionError):  # the parent says what there is to say, or is gone
         os._exit(130)
 
 

@@ -48,10 +48,14 @@ def neighbours(store: Store, problem: Problem, silicon: Silicon) -> list[Winner]
     """What won on this GPU, with this Triton, for problems that differ in their size only."""
     same = {field.name: getattr(problem, field.name) for field in fields(problem) if field.name not in SIZE}
     key = {"silicon": silicon.name, "triton": triton_minor(), "protocol": PROTOCOL, "kind": "measured"}
-    rows = [
-        row for row in store.winners(**same, **key) if (row["rows"], row["hidden"]) != (problem.rows, problem.hidden)
-    ]
-    return [Winner(r["rows"], r["hidden"], Config.of(r["family"], json.loads(r["parameters"]))) for r in rows]
+    found = []
+    for row in store.winners(**same, **key):
+        size = row["rows"], row["hidden"]
+        # One row of nonsense costs itself only: SQLite keeps what it is given.
+        if all(type(n) is int and n > 0 for n in size) and size != (problem.rows, problem.hidden):
+            with suppress(ValueError, TypeError, AttributeError):
+                found.append(Winner(*size, Config.of(row["family"], json.loads(row["parameters"]))))
+    return found
 
 
 def carried(space: SearchSpace, problem: Problem, silicon: Silicon, winners: Iterable[Winner]) -> list[Config]:

@@ -122,9 +122,12 @@ class CompilePool:
                 if outcome is None:  # the pool broke, perhaps through another candidate: once more, alone
                     outcome = self._alone(problem, config)
                     self.begin(problem, configs[i + 1 :])
-                self._known[kernel] = outcome
+                if isinstance(outcome, Resources) or outcome[0] is not TrialState.RUNTIME:
+                    self._known[kernel] = outcome
                 self.waited += time.perf_counter() - began
-            yield config, self._known[kernel]
+            else:
+                outcome = self._known[kernel]
+            yield config, outcome
 
     def _submit(self, problem: Problem, config: Config) -> Future[Resources]:
         if self._executor is None:

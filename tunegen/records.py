@@ -21,6 +21,7 @@ RESOURCES = ("registers", "spill_bytes", "shared_bytes", "binary")
 MEASUREMENT = ("us", "score", "sentinel_us")
 JUDGEMENT = ("band", "tied", "gains")
 LOADED = (
+    "torch",
     *("family", "parameters", "digest", "stage", "state", "reason", "scratch_bytes", "error_ulp", "estimate_us"),
     *JUDGEMENT,
     *RESOURCES,
@@ -35,9 +36,10 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class StoredTrial(Trial):
-    """A trial as the database holds it, with the number of its row."""
+    """A trial as the database holds it, with the number of its row and the release of torch that ran it."""
 
     id: int = 0
+    torch: str = ""
 
 
 def now() -> str:
@@ -175,4 +177,5 @@ def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> Store
         tied=None if row["tied"] is None else bool(row["tied"]),
         gains=None if row["gains"] is None else bool(row["gains"]),
         id=row["id"],
+        torch=str(row["torch"]),
     )

@@ -212,21 +212,28 @@ def sentence(found: Sequence[Line]) -> str:
             f"Not worth it: in {len(known)} problems no tuned choice is faster than the built-in default by more than "
             "two measurements of one kernel differ."
         )
+    others = "; in the others (=) the difference is within what two measurements of one kernel differ by"
+    others = others if len(worth) < len(known) else ""
     gains = {line: (line.over_default or 1.0) for line in worth}
     line = max(worth, key=lambda one: gains[one])
     saved = sum(one.us * (gain - 1) for one, gain in gains.items()) / len(worth)
     return (
         f"Gained: {len(worth)} of {len(known)} problems are faster than the built-in default, by {saved:.2f} us a call "
-        f"on average, at most {gains[line]:.2f}x ({line.direction} {line.rows}x{line.hidden}); in the others (=) the "
-        "difference is within what two measurements of one kernel differ by."
+        f"on average, at most {gains[line]:.2f}x ({line.direction} {line.rows}x{line.hidden}){others}."
     )
 
 
-def time_line(seconds: Mapping[str, float], whole: float) -> str:
-    """What a sweep spent its time on, longest first."""
+def left_out_lines(left_out: Mapping[Problem, str]) -> list[str]:
+    """Problems that have no result, with the reason."""
+    return [f"left out: {problem.label()}: {why}" for problem, why in left_out.items()]
+
+
+def time_line(seconds: Mapping[str, float], whole: float, gpus: int = 1) -> str:
+    """What a sweep of `whole` seconds spent its time on, longest first; on several GPUs their seconds together."""
     parts = dict(sorted(seconds.items(), key=lambda item: -item[1]))
-    parts["the rest"] = whole - sum(parts.values())
-    return "Spent " + ", ".join(f"{value:.0f} s {what}" for what, value in parts.items() if value >= 0.5) + "."
+    parts["the rest"] = whole * gpus - sum(parts.values())
+    shown = ", ".join(f"{value:.0f} s {what}" for what, value in parts.items() if value >= 0.5)
+    return f"Spent{'' if gpus == 1 else f', on {gpus} GPUs together,'} {shown}."
 
 
 def failure_lines(failed: Sequence[Trial]) -> list[str]:

@@ -53,6 +53,8 @@ class Server:
                 torch.cuda.synchronize()
             except Exception as fault:
                 found, poisoned = (TrialState.CRASHED, first_line(fault)), True
+        # Buffers that could not be allocated anew leave a session without any.
+        poisoned = poisoned or (self.session is not None and not hasattr(self.session, "bench"))
         if poisoned:
             return Answer(found, 0, poisoned)
         peak = torch.cuda.max_memory_reserved()

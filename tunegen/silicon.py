@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from .model import Silicon
@@ -62,3 +62,8 @@ def of_arch(arch: str) -> Silicon:
 def same_silicon(a: Silicon, b: Silicon) -> bool:
     """Whether timings on one hold on the other: every fact is equal, under whatever name (see `FACTS`)."""
     return all(getattr(a, fact) == getattr(b, fact) for fact in FACTS)
+
+
+def kind_of(silicon: Silicon) -> Silicon:
+    """What timings are valid for: all but the size of the memory, which differs by megabytes from card to card."""
+    return replace(silicon, memory_bytes=0)

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .bench import CONTENDER
 from .dispatch import digest_today, triton_minor
 from .errors import StoreError, WorkerError
 from .evaluate import COMPILED, TORCH
@@ -19,12 +18,12 @@ from .pool import Compile, CompilePool, Outcome, compile_candidate
 from .records import StoredTrial
 from .sampler import FamilySampler, Sampler
 from .space import load_space
+from .standing import is_current, shortlist
 from .store import VERSIONS, Store
 from .ties import judged
 from .worker import STOP_SECONDS, Worker
 
 BATCH = 16
-FINALISTS = 6
 
 WRONG_AGAIN = "passed the gate when it was screened, failed it in the finals"
 
@@ -75,19 +74,21 @@ class Context:
         for kind in ("measured", "baseline"):
             found |= self.store.seen(self.silicon, problem, triton_minor(), PROTOCOL, kind)
         self.store.adopt(self.sweep_id, found.values())
-        return [trial for trial in found.values() if is_current(trial, self.silicon)]
+        torch = self.versions.get("torch", "")
+        return [trial for trial in found.values() if is_current(trial, self.silicon, torch)]
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep on a GPU found: the trials of the finals, the GPU, versions, the peak of its memory in use, and what
-    the seconds were spent on."""
+    """What a sweep on a GPU found: the trials of the finals, the GPU, versions, the peak of its memory in use, what the
+    seconds were spent on, and which problems were left out and why."""
 
     finals: list[Trial]
     silicon: Silicon
     versions: str
     peak_bytes: int
     seconds: dict[str, float]
+    left_out: dict[Problem, str]
 
 
 def merged(results: Sequence[SweepResult]) -> SweepResult:
@@ -97,8 +98,10 @@ def merged(results: Sequence[SweepResult]) -> SweepResult:
         for what, spent in result.seconds.items():
             seconds[what] += spent
     finals = [trial for result in results for trial in result.finals]
-    first = results[0]
-    return replace(first, finals=finals, peak_bytes=max(r.peak_bytes for r in results), seconds=dict(seconds))
+    done = {trial.problem for trial in finals}
+    left_out = {p: why for result in results for p, why in result.left_out.items() if p not in done}
+    peak = max(result.peak_bytes for result in results)
+    return replace(results[0], finals=finals, peak_bytes=peak, seconds=dict(seconds), left_out=left_out)
 
 
 def sweep_gpu(
@@ -121,20 +124,21 @@ def sweep_gpu(
         worker.prepare()  # for the finals, which are timed in a fresh process
         silicon, versions = facts.silicon, {k: v for k, v in facts.versions.items() if k in VERSIONS}
         taken: list[Problem] = []
+        left_out: dict[Problem, str] = {}
         with (
             recorded(store, silicon, arguments, versions, seed) as sweep_id,
             CompilePool(silicon, cores, compile_one) as pool,
         ):
             context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget)
-            shortlists = per_problem(noted(problems, taken), listener, lambda p: search(context, worker, p))
+            shortlists = per_problem(noted(problems, taken), listener, lambda p: search(context, worker, p), left_out)
             worker.stop(STOP_SECONDS)
-            finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]))
+            finals = per_problem(shortlists, listener, lambda p: final(context, worker, p, shortlists[p]), left_out)
             for problem in set(taken) - finals.keys():
                 store.set_apart(sweep_id, problem)
         shown = ", ".join(f"{name} {value}" for name, value in versions.items())
         found = [trial for trials in finals.values() for trial in trials]
         seconds = {"waiting for the compiler": pool.waited, **worker.seconds}
-        return SweepResult(found, silicon, shown, worker.peak_bytes, seconds)
+        return SweepResult(found, silicon, shown, worker.peak_bytes, seconds, left_out)
 
 
 def noted(problems: Iterable[Problem], taken: list[Problem]) -> Iterator[Problem]:
@@ -161,17 +165,20 @@ def recorded(
 
 
 def per_problem(
-    problems: Iterable[Problem], listener: Listener, work: Callable[[Problem], list[Trial]]
+    problems: Iterable[Problem],
+    listener: Listener,
+    work: Callable[[Problem], list[Trial]],
+    left_out: dict[Problem, str],
 ) -> dict[Problem, list[Trial]]:
     """Do the work for each problem; one that the measuring process cannot open, for want of memory say, is said and
-    left out. Raises the WorkerError if that is so for all of them."""
+    left out, with its reason. Raises the WorkerError if that is so for all of them."""
     found: dict[Problem, list[Trial]] = {}
     failure: WorkerError | None = None
     for problem in problems:
         try:
             found[problem] = work(problem)
         except WorkerError as error:
-            failure = error
+            failure, left_out[problem] = error, str(error)
             listener.stage(f"left out: {error}", 0)
     if failure is not None and not found:
         raise failure
@@ -185,13 +192,14 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
     sampler = make_sampler(context, problem, standing)
     done = {trial.config: trial for trial in standing if trial.stage == "screen"}
     context.listener.stage(problem.label(), sampler.total + (TORCH not in done))
+    spill_free = {c.family for c, t in done.items() if t.resources and not t.resources.spill_bytes}
     batch = context.ask(problem, sampler)
     if TORCH not in done:
         done[TORCH] = context.save(worker.screen(TORCH, None))
     while batch:
         # One batch ahead: it compiles on all cores while the GPU measures this one.
         following = context.ask(problem, sampler)
-        for config, trial in screen_batch(context, worker, problem, batch):
+        for config, trial in screen_batch(context, worker, problem, batch, spill_free):
             done[config] = context.save(trial)
             sampler.tell(config, trial.measurement.score if trial.measurement else None)
         batch = following
@@ -199,12 +207,13 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
 
 
 def screen_batch(
-    context: Context, worker: Worker, problem: Problem, batch: Sequence[Config]
+    context: Context, worker: Worker, problem: Problem, batch: Sequence[Config], spill_free: set[str]
 ) -> Iterator[tuple[Config, Trial]]:
-    """Compile a batch on all cores, drop what cannot win, measure the rest one by one."""
+    """Compile a batch on all cores, drop what cannot win, measure the rest one by one. `spill_free` are the families of
+    which a config is known that does not spill; more are added."""
     outcomes = dict(context.pool.compile(problem, batch))
     # Within a family: at N = 16384 every persistent backward spills a little, and wins (.89 of copy on an H200).
-    spill_free = {c.family for c, o in outcomes.items() if isinstance(o, Resources) and not o.spill_bytes}
+    spill_free |= {c.family for c, o in outcomes.items() if isinstance(o, Resources) and not o.spill_bytes}
     for config in batch:
         yield config, screen_one(worker, problem, config, outcomes[config], config.family in spill_free)
 
@@ -226,22 +235,6 @@ def screen_one(worker: Worker, problem: Problem, config: Config, outcome: Outcom
     return trial
 
 
-PASSING = (TrialState.RUNTIME, TrialState.TIMEOUT, TrialState.CRASHED)
-"""Failures that need not be the candidate's own, such as memory that another process held: tried again."""
-
-
-def is_current(trial: Trial, silicon: Silicon) -> bool:
-    """Whether a stored trial stands: the search space still has its config, its template still gives that kernel
-    text, and it did not fail for a passing reason."""
-    if trial.state in PASSING:
-        return False
-    if trial.config in (TORCH, COMPILED):
-        return True
-    if load_space(trial.problem.op).check(trial.problem, silicon, trial.config) is not None:
-        return False
-    return trial.digest == digest_today(trial.problem, trial.config)
-
-
 def make_sampler(context: Context, problem: Problem, standing: Sequence[Trial]) -> Sampler:
     """The sampler of a problem: it starts with the built-in default, winners of neighbouring problems, the model's
     ranks, and the trials that stand."""
@@ -259,20 +252,6 @@ def make_sampler(context: Context, problem: Problem, standing: Sequence[Trial]) 
         if candidates:
             families[family.name] = FamilySampler(candidates, choices, context.seed, first, own, ranks)
     return Sampler(families, context.budget - sum(len(family.seen) for family in families.values()))
-
-
-def shortlist(trials: Sequence[Trial], default: Config | None) -> list[Trial]:
-    """Who goes to the finals: the best of the screening, the built-in default, torch's op."""
-    timed = sorted((t for t in trials if t.measurement is not None), key=score)
-    fit = [t for t in timed if t.kind == "measured" and t.config != TORCH]
-    near = [t for t in fit if score(t) <= score(fit[0]) * (1 + CONTENDER)][:FINALISTS]
-    return near + [t for t in timed if t not in near and t.config in (default, TORCH)]
-
-
-def score(trial: Trial) -> float:
-    """Time over the sentinel's time; lower is better."""
-    assert trial.measurement is not None
-    return trial.measurement.score
 
 
 def final(context: Context, worker: Worker, problem: Problem, finalists: Sequence[Trial]) -> list[Trial]:

@@ -100,13 +100,17 @@ class Worker:
     def start(self) -> Facts:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
-            self._process, self._connection = self._spare or self._launch()
-            self._spare = self._opened = None
+            spare, self._spare, self._opened = self._spare, None, None
+            self._process, self._connection = spare or self._launch()
             try:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
-            except (EOFError, OSError) as error:  # TimeoutError is an OSError
+            except (EOFError, OSError, WorkerError) as error:  # TimeoutError is an OSError
                 self.stop()
+                if spare is not None:  # it may have been refused beside the first one, which has ended by now
+                    return self.start()
+                if isinstance(error, WorkerError):
+                    raise
                 what = "says nothing" if isinstance(error, TimeoutError) else "ended"
                 raise WorkerError(f"the measuring process {what} at its start (cuda:{self.device})") from error
         assert self.facts is not None
@@ -134,7 +138,8 @@ class Worker:
         if len(trials) == 1:
             state, reason = found
             return [replace(trials[0], state=state, reason=reason, measurement=None)]
-        return [trial for one in trials for trial in self.finals([one])]
+        # Timed one after the other: they share no rounds, so that nothing can be said of ties.
+        return [_without_rounds(trial) for one in trials for trial in self.finals([one])]
 
     def stop(self, patience: float = 0.0) -> None:
         """End the child; with `patience` it may finish by itself in that many seconds, once the connection is
@@ -182,12 +187,16 @@ class Worker:
     def _receive(self, seconds: float) -> Any:
         assert self._connection is not None
         if not self._connection.poll(seconds):
-            raise TimeoutError
+            raise TimeoutError(f"no answer within {seconds:g} s")
         answer = self._connection.recv()
         if isinstance(answer, WorkerError):
             self.stop()
             raise answer
         return answer
+
+
+def _without_rounds(trial: Trial) -> Trial:
+    return replace(trial, measurement=trial.measurement and replace(trial.measurement, rounds=()))
 
 
 def _end(process: Any, patience: float) -> None:
