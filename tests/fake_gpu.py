@@ -2,6 +2,8 @@
 
 As a program it is the `tunegen` command on that GPU: `python fake_gpu.py PACKAGE PLAN ARGUMENT...`, where PACKAGE is a
 folder by `make_resources` and PLAN a `FakeGpu` as JSON.
+
+Every measuring process and every compiling one imports this module: it must not import torch, which takes a second.
 """
 
 from __future__ import annotations
@@ -18,12 +20,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tunegen import paths
-from tunegen.dispatch import triton_minor
 from tunegen.errors import CompileError, WorkerError
-from tunegen.model import PROTOCOL, Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
+from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
 from tunegen.pool import compile_candidate
 from tunegen.silicon import of_arch
-from tunegen.store import Store
 from tunegen.worker import Facts, Worker
 
 H200 = of_arch("sm_90")
@@ -82,15 +82,6 @@ def us_of(problem: Problem, config: Config) -> float:
 
 def measurement(us: float, blocks: int = 3) -> Measurement:
     return Measurement(us, us / 10, 10.0, (us,) * blocks, (10.0,) * blocks)
-
-
-def keep(path, *trials):
-    """Store trials in a database, as a finished sweep of the H200 leaves them."""
-    with Store.open(path) as file:
-        sweep = file.begin_sweep(H200, {}, {}, 0)
-        for trial in trials:
-            file.add(sweep, trial, PROTOCOL, triton_minor(), "")
-        file.finish_sweep(sweep)
 
 
 @dataclass

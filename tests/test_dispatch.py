@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_gpu import keep
+from stored import keep
 
 from tunegen import dispatch, render
 from tunegen.errors import CompileError, RenderError

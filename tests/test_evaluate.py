@@ -32,7 +32,7 @@ class Here(Session):
         self.bench = self._bench(0.2)
         self.verdict = Verdict(True, 0.5)
         self.best, self.timed, self.seconds = math.inf, {}, Spent()
-        self.grid, self.formula = (1,), None
+        self.grid = (1,)
 
     def _bench(self, warm_up):
         self.benches.append(

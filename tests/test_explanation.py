@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
-from fake_gpu import keep
 from helpers import OP_MODULE
+from stored import keep
 from test_dispatch import BASELINE, DEFAULT, FIRST, H200, PROBLEM, SECOND, SPACE, timed
 
 import tunegen

@@ -6,8 +6,9 @@ import contextlib
 import sqlite3
 from dataclasses import replace
 
-import fake_gpu
 import pytest
+from fake_gpu import measurement
+from stored import keep
 
 from tunegen.dispatch import triton_minor
 from tunegen.guide import NEIGHBOURS, Winner, carried, neighbours, ranked
@@ -51,7 +52,7 @@ def test_a_template_that_fails_costs_its_ranks_and_nothing_else():
 def test_h21_a_row_of_nonsense_costs_itself_only(tmp_path, damage):
     near, far = (Problem("rms_norm", "forward", 4096, rows) for rows in (1024, 16))
     path = tmp_path / "tune.db"
-    fake_gpu.keep(path, *(Trial(p, HERE, TrialState.OK, measurement=fake_gpu.measurement(8.0)) for p in (near, far)))
+    keep(path, *(Trial(p, HERE, TrialState.OK, measurement=measurement(8.0)) for p in (near, far)))
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(f"UPDATE trials SET {damage} WHERE rows = 16")
     with Store.read(path) as store:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .compile import load, make_plan
+from .compile import timed_plan
 from .entries import WARPS
 from .errors import RenderError, TunegenError
 from .estimate import estimate_us
@@ -102,8 +102,7 @@ def attempt(problem: Problem, config: Config, silicon: Silicon, worker: Worker |
         worker.open(problem)
         return Attempt(worker.screen(config, outcome), outside)
     spec = op_spec(problem.op)
-    source, *_ = renderings(problem, config, spec)
-    plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+    plan = timed_plan(spec, problem, config, silicon)
     us = estimate_us(spec, problem, config, plan, outcome, silicon)
     scratch = plan.scratch_bytes()
     trial = Trial(

@@ -85,10 +85,7 @@ def _end(
         console.print(line, soft_wrap=True)
     database = str(options["db"].absolute())
     if options["as_json"]:
-        times = {
-            "seconds": round(seconds, 1),
-        }
-        rest = {"database": database, **times, "failures": report.failures_as_json(failures)}
+        rest = {"database": database, "seconds": round(seconds, 1), "failures": report.failures_as_json(failures)}
         click.echo(json.dumps({**found, **rest}, indent=2))
         return
     console.print(f"{found['summary']} {seconds:.0f} s.", soft_wrap=True)

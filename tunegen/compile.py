@@ -194,6 +194,15 @@ def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: S
     return replace(worst, binary=binaries.hexdigest())
 
 
+def timed_plan(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Plan:
+    """The plan of the first rendering, the one that is timed, on a GPU that need not be here. Raises RenderError and
+    CompileError."""
+    from .render import renderings
+
+    source, *_ = renderings(problem, config, spec)
+    return make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+
+
 def expected_classes(
     spec: OpSpec, problem: Problem, config: Config, plan: Plan, launch: Launch
 ) -> dict[str, ArgumentClass]:

@@ -28,6 +28,9 @@ COMPILED = Config("torch.compile")
 may not."""
 
 
+Form = Callable[[dict[str, Tensor]], Callable[[], object]]
+"""torch's own form of the op, or a compiled one: binds its input tensors."""
+
 Make = Callable[[Bench], Call]
 """Calls of a candidate on the buffers of a bench."""
 
@@ -48,7 +51,6 @@ class Session:
         self.best = math.inf
         self.timed: dict[Machine, Config] = {}
         self.seconds = Spent()
-        self.formula: Callable[..., Callable[[], object]] | None = None
 
     def _bench(self, warm_up: float = WARM_UP_SECONDS) -> Bench:
         silicon = self.silicon
@@ -118,7 +120,9 @@ class Session:
         makes: list[Make] = []
         for trial in trials:
             if trial.config == COMPILED:
-                makes.append(self._compiled_calls)
+                if (form := self._compiled_form()) is None:
+                    continue
+                makes.append(_calls_of(form))
             elif trial.config == TORCH:
                 makes.append(_calls_of(partial(self.spec.torch_call, self.problem)))
             else:
@@ -132,22 +136,22 @@ class Session:
         for number in range(FINAL_ROUNDS):
             if number:
                 self._renew()
-            # Compiling the formula takes seconds, and a baseline ties with nobody: one round is enough for it.
-            playing = [
-                i for i, trial in enumerate(good) if trial.config != COMPILED or (not number and self._compiles())
-            ]
+            # A baseline ties with nobody: one round is enough for it.
+            playing = [i for i, trial in enumerate(good) if not number or trial.config != COMPILED]
             for i, measurement in zip(playing, self._round([makes[i] for i in playing]), strict=True):
                 rounds[i].append(measurement)
-        return [replace(trial, measurement=merged(own)) for trial, own in zip(good, rounds, strict=True) if own]
+        return [replace(trial, measurement=merged(own)) for trial, own in zip(good, rounds, strict=True)]
 
-    def _compiles(self) -> bool:
-        """Whether torch.compile makes anything of the formula; where it fails, the others go without that baseline."""
+    def _compiled_form(self) -> Form | None:
+        """The plain formula, compiled; None where torch.compile makes nothing of it: the others go without it."""
         try:
-            self._compiled_calls(self.bench)
+            with self.seconds.on("compiling the plain formula"), torch.cuda.stream(self.bench.stream):
+                form = self.spec.compiled_call(self.problem)
+                form(self.bench.tensors[0])()
         except Exception as error:
             LOG.warning("%s: no torch.compile beside it: %s", self.problem.label(), first_line(error))
-            return False
-        return True
+            return None
+        return form
 
     def _renew(self) -> None:
         """Another bench, whose buffers lie elsewhere."""
@@ -173,15 +177,6 @@ class Session:
         with self.seconds.on("capturing graphs"):
             return self.bench.capture(call)
 
-    def _compiled_calls(self, bench: Bench) -> Call:
-        """Calls of the compiled formula, compiled."""
-        with self.seconds.on("compiling the plain formula"):
-            self.formula = self.formula or self.spec.compiled_call(self.problem)
-            call = _calls_of(self.formula)(bench)
-            with torch.cuda.stream(bench.stream):
-                call(0)
-            return call
-
     def _torch_runner(self, problem: Problem, tensors: Mapping[str, Tensor]) -> None:
         for name, value in self.spec.torch_call(problem, dict(tensors))().items():
             tensors[name].copy_(value)
@@ -201,7 +196,7 @@ def _calls_of_variant(variant: Variant, bench: Bench) -> Call:
     return bench.call(variant)
 
 
-def _calls_of(form: Callable[[dict[str, Tensor]], Callable[[], object]]) -> Make:
+def _calls_of(form: Form) -> Make:
     """Calls of a form of the op that binds its tensors."""
 
     def bind(bench: Bench) -> Call:

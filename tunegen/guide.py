@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import NamedTuple
 
-from .compile import load, make_plan
+from .compile import timed_plan
 from .dispatch import triton_minor
 from .estimate import estimate_us
 from .model import PROTOCOL, Config, Problem, Silicon
 from .ops import op_spec
-from .render import renderings
 from .space import SearchSpace
 from .store import Store
 
@@ -38,8 +37,7 @@ def ranked(problem: Problem, configs: Sequence[Config], silicon: Silicon) -> dic
     found: dict[Config, float] = {}
     for config in configs:
         with suppress(Exception):  # whatever a template does: compiling it will say why
-            source, *_ = renderings(problem, config, spec)
-            plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+            plan = timed_plan(spec, problem, config, silicon)
             found[config] = estimate_us(spec, problem, config, plan, None, silicon)
     return found
 

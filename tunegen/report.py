@@ -16,6 +16,7 @@ from .evaluate import COMPILED, TORCH
 from .model import Config, Problem, Silicon, Trial, TrialState
 from .ops import op_spec
 from .space import load_space
+from .ties import tie_breakers
 
 COLUMNS = ("direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default")
 """Of the table, without the winner."""
@@ -195,10 +196,9 @@ def _stacked(
     return Group(Text(), head, Text("\u2500" * len(head)), *rows, Text())
 
 
-def _rank(trial: Trial) -> tuple[float, int, int, str]:
+def _rank(trial: Trial) -> tuple[float, tuple[int, int, str]]:
     """The order of the database's winners: many estimates are ties."""
-    spilled = trial.resources.spill_bytes if trial.resources else None
-    return trial.estimate_us or 0.0, spilled or 0, trial.config.num_warps, trial.config.to_json()
+    return trial.estimate_us or 0.0, tie_breakers(trial)
 
 
 def sentence(found: Sequence[Line]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -22,6 +22,11 @@ class Spent(defaultdict[str, float]):
             yield
         finally:
             self[activity] += time.perf_counter() - began
+
+    def add(self, other: Mapping[str, float]) -> None:
+        """Count what another one has counted."""
+        for activity, seconds in other.items():
+            self[activity] += seconds
 
     def taken(self) -> dict[str, float]:
         """What was counted since the last time, as plain values; the count starts again."""

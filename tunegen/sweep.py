@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from .pool import Compile, CompilePool, Outcome, compile_candidate
 from .records import StoredTrial
 from .sampler import FamilySampler, Sampler
 from .space import load_space
+from .spending import Spent
 from .standing import is_current, shortlist
 from .store import VERSIONS, Store
 from .ties import judged
@@ -93,10 +93,9 @@ class SweepResult:
 
 def merged(results: Sequence[SweepResult]) -> SweepResult:
     """What several GPUs of one kind found, as one result; the peak is that of one GPU."""
-    seconds: defaultdict[str, float] = defaultdict(float)
+    seconds = Spent()
     for result in results:
-        for what, spent in result.seconds.items():
-            seconds[what] += spent
+        seconds.add(result.seconds)
     finals = [trial for result in results for trial in result.finals]
     done = {trial.problem for trial in finals}
     left_out = {p: why for result in results for p, why in result.left_out.items() if p not in done}

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .compile import load, make_plan
+from .compile import timed_plan
 from .dispatch import digest_today
 from .errors import CompileError
 from .estimate import estimate_us
 from .model import Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .pool import CompilePool
-from .render import renderings
 from .space import load_space
 from .store import Store
 from .sweep import Context, Listener, recorded
@@ -52,9 +51,8 @@ def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
         if not isinstance(outcome, Resources):
             yield replace(trial, state=outcome[0], reason=outcome[1])
             continue
-        source, *_ = renderings(problem, config, spec)
         try:
-            plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+            plan = timed_plan(spec, problem, config, silicon)
         except CompileError as error:  # the pool has compiled it for another row count
             yield replace(trial, state=TrialState.COMPILE, reason=str(error), resources=outcome)
             continue

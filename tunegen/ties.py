@@ -90,14 +90,19 @@ def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) 
     ]
 
 
+def tie_breakers(trial: Trial) -> tuple[int, int, str]:
+    """What decides where the time does not: fewest spills, fewest warps, the first by its text."""
+    spills = (trial.resources.spill_bytes or 0) if trial.resources else 0
+    return spills, trial.config.num_warps, trial.config.to_json()
+
+
 def winner(finals: Sequence[Trial]) -> Config:
     """The best of a problem's measured finals, by the rule of the view `winners`: the tied ones first, torch's op last
-    of them; then the least time where nothing is tied, fewest spills, fewest warps, the first by its text."""
+    of them; then the least time where nothing is tied, and the tie-breakers."""
 
-    def place(trial: Trial) -> tuple[bool, float, int, int, str]:
+    def place(trial: Trial) -> tuple[bool, float, tuple[int, int, str]]:
         assert trial.measurement is not None
-        spills = (trial.resources.spill_bytes or 0) if trial.resources else 0
         cost = float(trial.config.family == TORCH_FAMILY) if trial.tied else trial.measurement.score
-        return not trial.tied, cost, spills, trial.config.num_warps, trial.config.to_json()
+        return not trial.tied, cost, tie_breakers(trial)
 
     return min(finals, key=place).config

@@ -173,8 +173,7 @@ class Worker:
             self.stop()
             return TrialState.CRASHED, f"ended its process, exit code {code}"
         self.peak_bytes = max(self.peak_bytes, answer.peak_bytes)
-        for what, spent in answer.seconds.items():
-            self.seconds[what] += spent
+        self.seconds.add(answer.seconds)
         if answer.poisoned:
             self.stop()
         return answer.result

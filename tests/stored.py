@@ -1,0 +1,18 @@
+"""Databases with results in them, for tests of what reads them."""
+
+from __future__ import annotations
+
+from fake_gpu import H200
+
+from tunegen.dispatch import triton_minor
+from tunegen.model import PROTOCOL
+from tunegen.store import Store
+
+
+def keep(path, *trials):
+    """Store trials in a database, as a finished sweep of the H200 leaves them."""
+    with Store.open(path) as file:
+        sweep = file.begin_sweep(H200, {}, {}, 0)
+        for trial in trials:
+            file.add(sweep, trial, PROTOCOL, triton_minor(), "")
+        file.finish_sweep(sweep)
