@@ -18,7 +18,7 @@ LAYERS = {
     "inputs": "recorded silicon expressions entries space reference ops.rms_norm_spec ops",
     "making": "render migrations records liveness store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
-    "judging": "verify sensors bench ties estimate",
+    "judging": "ulps fused verify sensors ties bench estimate",
     "tuning": "evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
@@ -40,8 +40,8 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation verify sensors bench "
-    "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
+    "reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation ulps fused verify "
+    "sensors bench evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
     "integrations.hub_kernels integrations.forwards integrations.patching integrations.recording gates.checks "
     "gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
@@ -54,7 +54,7 @@ HEAVY = {
     "sqlite3": "lookup records liveness store",
     "click": "cli cli_options commands single gates.command",
     "rich": "cli_options commands single progress report gates.command",
-    "triton": "",
+    "triton": "fused",
     "transformers": "",
     "matplotlib": "",
     "platformdirs": "",
