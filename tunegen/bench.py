@@ -75,6 +75,7 @@ class Bench:
         wanted = max(self.sets, min(MAX_CALLS, int(REPLAY_SECONDS / max(nbytes / 4e12, 3e-6))))
         self.calls = -(-wanted // self.sets) * self.sets
         self.tensors = [self._tensors(seed + 1000 + i) for i in range(self.sets)]
+        self.stream.wait_stream(torch.cuda.current_stream(device))  # which fills them
         self.sentinel = self._sentinel()
         deadline = time.perf_counter() + warm_up
         while time.perf_counter() < deadline:
@@ -97,9 +98,11 @@ class Bench:
         copy = Variant(
             render("sentinel", "forward_copy", {}), config, constants, self.problem.accumulate, self.device, self.sms
         )
+        with torch.cuda.stream(self.stream):
+            copies = [copy.bind(rows, {f"{n}_ptr": own[n] for n in ("x", "y")}) for own in tensors]
         graphs = [
             self.capture(lambda i: tensors[i]["y"].copy_(tensors[i]["x"])),
-            self.capture(lambda i: copy(rows, {f"{n}_ptr": tensors[i][n] for n in ("x", "y")})),
+            self.capture(lambda i: copies[i]()),
         ]
         times = self.time(graphs, 5)
         return graphs[0] if statistics.median(times[0]) <= statistics.median(times[1]) else graphs[1]
@@ -110,31 +113,31 @@ class Bench:
         shared = variant.plan(self.problem.rows).scratch_bytes() > SHARED_WORKSPACE
         workspace: dict[tuple[int, str], Tensor] = {}
         scalars = self.spec.scalars(self.problem)
-        arguments: list[dict[str, Argument]] = [
-            {**{f"{n}_ptr": t for n, t in tensors.items()}, **scalars} for tensors in self.tensors
-        ]
 
-        def run(i: int) -> None:
-            place = 0 if shared else i
-
+        def bound(i: int) -> Callable[[], None]:
             def allocate(name: str, scratch: Scratch) -> Tensor:
-                if (place, name) not in workspace:
-                    workspace[place, name] = variant.allocate(scratch)
-                elif scratch.zero:
-                    workspace[place, name].zero_()
-                return workspace[place, name]
+                place = 0 if shared else i, name
+                if place not in workspace:
+                    workspace[place] = variant.allocate(scratch)
+                return workspace[place]
 
-            variant(self.problem.rows, arguments[i], allocate)
+            pointers: dict[str, Argument] = {f"{name}_ptr": tensor for name, tensor in self.tensors[i].items()}
+            return variant.bind(self.problem.rows, {**pointers, **scalars}, allocate)
 
-        return run
+        with torch.cuda.stream(self.stream):
+            calls = [bound(i) for i in range(self.sets)]
+        return lambda i: calls[i]()
 
     def capture(self, call: Call) -> Timed:
-        """Run every set twice, then capture the rotation as a graph. What a call returns is dropped at once."""
+        """Run every set once, then capture the rotation as a graph. What a call returns is dropped at once.
+
+        Once is enough: a template's kernels were loaded when it was bound, and what torch loads, compiles or allocates
+        for a set it does at the first call. Nothing waits for the GPU here: capturing needs no result, and takes the
+        host as long as those calls take the GPU; errors come out at the next reading.
+        """
         with torch.cuda.stream(self.stream):
             for i in range(self.sets):
                 call(i)
-                call(i)
-            self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Not `with torch.cuda.graph`, which gives all memory back to the driver first, candidate by candidate.
             graph.capture_begin()
@@ -144,7 +147,6 @@ class Bench:
             finally:
                 graph.capture_end()
             graph.replay()
-            self.stream.synchronize()
         return Timed(graph, self.calls, call)
 
     def time(self, candidates: Sequence[Timed], blocks: int) -> list[list[float]]:

@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -98,6 +97,7 @@ class Gate:
     def __init__(self, spec: OpSpec, problem: Problem, device: torch.device, seed: int = 0, reach: int = 1) -> None:
         """`reach`: how many times its rows a candidate must be right for, since it may be launched for them."""
         self.spec, self.device = spec, device
+        self._guards: dict[tuple[str, bool], Tensor] = {}
         self.cases = [self._case(replace(problem, rows=rows), seed) for rows, seed in checks(problem, seed, reach)]
         # How far plain torch is off on a few rows is a matter of luck: its worst over all of them counts for each.
         for name in self.cases[0][2]:
@@ -159,12 +159,21 @@ class Gate:
         questions = 2 * len(self.spec.tensors(self.cases[0][0]))
         return Fused(self.device, questions * len(self.cases))
 
+    def _guard(self, shape: Shape, value: float) -> Tensor:
+        """One element of guard in the dtype of a tensor, made once."""
+        key = shape.dtype, math.isnan(value)
+        if key not in self._guards:
+            self._guards[key] = torch.full((1,), value, dtype=DTYPES[shape.dtype], device=self.device)
+        return self._guards[key]
+
     def _looks(self, findings: Findings, run: Runner, case: Case, outputs: frozenset[str]) -> Iterator[_Look]:
         """Run one case and ask what its buffers look like."""
         problem, given, bounds = case
         shapes = self.spec.tensors(problem)
-        read = {name: _Guarded(shapes[name], self.device, math.nan, tensor) for name, tensor in given.items()}
-        written = {name: _Guarded(shapes[name], self.device, GUARD_VALUE) for name in sorted(outputs)}
+        read = {
+            name: _Guarded(shapes[name], self._guard(shapes[name], math.nan), tensor) for name, tensor in given.items()
+        }
+        written = {name: _Guarded(shapes[name], self._guard(shapes[name], GUARD_VALUE)) for name in sorted(outputs)}
         run(problem, {name: guarded.inner for name, guarded in {**read, **written}.items()})
         for name, guarded in {**read, **written}.items():
             where = f"{name} at {problem.rows}x{problem.hidden}"
@@ -218,21 +227,16 @@ def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
 
 
 class _Guarded:
-    """A tensor within a larger buffer, `guard` before and after it; NaN itself unless there is content to copy."""
+    """A tensor within a larger buffer, whose other elements are that of `guard`; NaN itself unless there is content to
+    copy."""
 
-    def __init__(self, shape: Shape, device: torch.device, guard: float, content: Tensor | None = None) -> None:
+    def __init__(self, shape: Shape, guard: Tensor, content: Tensor | None = None) -> None:
         size = math.prod(shape.shape)
         self.width = 64 * -(-GUARD_ROWS * shape.shape[-1] // 64)  # a multiple of 64 keeps the tensor aligned
-        self.guard = _one(guard, shape.dtype, device)
-        self.buffer = torch.full((size + 2 * self.width,), guard, dtype=DTYPES[shape.dtype], device=device)
+        self.guard = guard
+        self.buffer = guard.repeat(size + 2 * self.width)
         self.inner = self.buffer[self.width : self.width + size].view(shape.shape)
         if content is None:
             self.inner.fill_(math.nan)
         else:
             self.inner.copy_(content)
-
-
-@lru_cache(maxsize=64)
-def _one(value: float, dtype: str, device: torch.device) -> Tensor:
-    """A tensor of one element, made as a guard is, so that a NaN has the same bits."""
-    return torch.full((1,), value, dtype=DTYPES[dtype], device=device)
