@@ -19,7 +19,7 @@ LAYERS = {
     "making": "render migrations records liveness store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
     "judging": "ulps fused verify sensors ties bench estimate",
-    "tuning": "evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
+    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .ahead import compiling_here
 from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, merged
 from .compile import first_line
 from .dispatch import LOG, ROWS_REACH
@@ -145,7 +146,8 @@ class Session:
     def _compiled_form(self) -> Form | None:
         """The plain formula, compiled; None where torch.compile makes nothing of it: the others go without it."""
         try:
-            with self.seconds.on("compiling the plain formula"), torch.cuda.stream(self.bench.stream):
+            activity = "compiling the plain formula"
+            with self.seconds.on(activity), torch.cuda.stream(self.bench.stream), compiling_here():
                 form = self.spec.compiled_call(self.problem)
                 form(self.bench.tensors[0])()
         except Exception as error:

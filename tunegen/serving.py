@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import silicon
+from .ahead import NICE, Ahead, load_autograd_quietly, load_compiler
 from .compile import first_line
 from .evaluate import Session
 from .model import Config, Problem, Resources, Trial, TrialState
@@ -17,14 +18,17 @@ from .worker import Answer, Facts, installed_versions
 class Server:
     """Holds the open session; every answer tells whether the CUDA context still works."""
 
-    def __init__(self, device: int, seed: int) -> None:
+    def __init__(self, device: int, seed: int, spare: bool) -> None:
+        """A `spare` server is for later and has time to load the compiler of the baselines meanwhile."""
         self.device, self.seed = torch.device("cuda", device), seed
         torch.cuda.set_device(self.device)
         self.facts = Facts(silicon.query(device), versions(device))
         self.session: Session | None = None
+        self.ahead = Ahead(load_compiler, NICE) if spare else Ahead(load_autograd_quietly)
 
     def open(self, problem: Problem) -> None:
         """Drop the session in hand and make the inputs, references and sentinel of `problem`."""
+        self.ahead.join()
         self.session = None
         torch.cuda.empty_cache()
         self.session = Session(problem, self.facts.silicon, self.device, self.seed)

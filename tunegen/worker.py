@@ -85,12 +85,12 @@ class Worker:
     def prepare(self) -> None:
         """Begin to start a child for later, while another one works: the next `start` then takes that."""
         if self._spare is None:
-            self._spare = self._launch()
+            self._spare = self._launch(serve_later if self.target is serve else self.target)
 
-    def _launch(self) -> tuple[Any, Connection]:
+    def _launch(self, target: Any) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (self.target, theirs, self.device, self.seed)
+        arguments = (target, theirs, self.device, self.seed)
         process = context.Process(target=_following, args=arguments, daemon=True)
         with deaf_to_interrupts():
             process.start()
@@ -101,7 +101,7 @@ class Worker:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
             spare, self._spare, self._opened = self._spare, None, None
-            self._process, self._connection = spare or self._launch()
+            self._process, self._connection = spare or self._launch(self.target)
             try:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
@@ -209,13 +209,18 @@ def _following(target: Any, *arguments: Any) -> None:
     target(*arguments)
 
 
-def serve(connection: Connection, device: int, seed: int) -> None:
+def serve_later(connection: Connection, device: int, seed: int) -> None:
+    """Body of a child that is started ahead."""
+    serve(connection, device, seed, spare=True)
+
+
+def serve(connection: Connection, device: int, seed: int, spare: bool = False) -> None:
     """Body of the child: answer requests until the parent goes away. What it raises itself is sent as a WorkerError."""
     from .compile import first_line
     from .serving import Server
 
     try:
-        server = Server(device, seed)
+        server = Server(device, seed, spare)
     except Exception as error:
         connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
         return
