@@ -1,6 +1,6 @@
 """What a measuring process loads while it has nothing to do, so that nobody waits for it later. Of a sweep of 117 s
-`torch.compile` of its baselines took 32 s (H200), most of them imports and the start of processes of Inductor's own, which
-import torch too. Nothing here launches anything on a GPU.
+`torch.compile` of its baselines took 32 s (H200), most of them imports and the start of processes of Inductor's own,
+which import torch too. Nothing here launches anything on a GPU.
 """
 
 from __future__ import annotations

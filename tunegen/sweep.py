@@ -91,7 +91,7 @@ class SweepResult:
     left_out: dict[Problem, str]
 
 
-def merged(results: Sequence[SweepResult]) -> SweepResult:
+def together(results: Sequence[SweepResult]) -> SweepResult:
     """What several GPUs of one kind found, as one result; the peak is that of one GPU."""
     seconds = Spent()
     for result in results:
@@ -125,7 +125,7 @@ def sweep_gpu(
         taken: list[Problem] = []
         left_out: dict[Problem, str] = {}
         with (
-            recorded(store, silicon, arguments, versions, seed) as sweep_id,
+            sweep_row(store, silicon, arguments, versions, seed) as sweep_id,
             CompilePool(silicon, cores, compile_one) as pool,
         ):
             context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget)
@@ -148,7 +148,7 @@ def noted(problems: Iterable[Problem], taken: list[Problem]) -> Iterator[Problem
 
 
 @contextmanager
-def recorded(
+def sweep_row(
     store: Store, silicon: Silicon, arguments: dict[str, Any], versions: Mapping[str, str], seed: int
 ) -> Iterator[int]:
     """A row of `sweeps` that says how it ended; if that cannot be written the next sweep will, and this one ends with
