@@ -188,6 +188,8 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
     """Screen one problem's candidates; returns the shortlist, best first, torch and the built-in default included."""
     worker.open(problem)
     standing = context.standing(problem)
+    if not any(trial.config == TORCH and trial.stage == "screen" for trial in standing):
+        worker.begin()  # it will be needed: meanwhile candidates are found, ranked and begin to compile
     sampler = make_sampler(context, problem, standing)
     done = {trial.config: trial for trial in standing if trial.stage == "screen"}
     context.listener.stage(problem.label(), sampler.total + (TORCH not in done))

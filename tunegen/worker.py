@@ -67,6 +67,7 @@ class Worker:
         self.peak_bytes = 0
         self.seconds = Spent()
         self._opened: Problem | None = None
+        self._opening: Problem | None = None  # was sent for, not answered yet
         self._process: Any = None
         self._connection: Connection | None = None
         self._spare: tuple[Any, Connection] | None = None
@@ -120,6 +121,13 @@ class Worker:
         """Make `problem` the one that `screen` and `finals` speak of."""
         self.problem = problem
 
+    def begin(self) -> None:
+        """Have a child that runs begin to open the problem, while the caller prepares what it will ask for."""
+        if self._connection is not None and self._opened != self.problem and self._opening is None:
+            with contextlib.suppress(OSError):  # it has ended: whatever is asked for next says so
+                self._connection.send(("open", (self.problem,)))
+                self._opening = self.problem
+
     def screen(self, config: Config, resources: Resources | None) -> Trial:
         """Verify and time one config. Whatever happens to the child, a trial comes back."""
         assert self.problem is not None
@@ -148,15 +156,13 @@ class Worker:
             assert self._connection is not None
             self._connection.close()
             _end(self._process, patience)
-            self._process = self._connection = None
+            self._process = self._connection = self._opening = None
 
     def _guarded(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         try:
             self.start()
-            if self._opened != self.problem:
-                with self.seconds.on("opening problems"):
-                    self._call("open", (self.problem,), OPEN_SECONDS)
-                self._opened = self.problem
+            with self.seconds.on("opening problems"):
+                self._finish_opening()
         except (EOFError, OSError, WorkerError) as error:
             self.stop()
             reason = str(error) or type(error).__name__
@@ -177,6 +183,20 @@ class Worker:
         if answer.poisoned:
             self.stop()
         return answer.result
+
+    def _finish_opening(self) -> None:
+        if self._opening is not None:
+            opening, self._opening, self._opened = self._opening, None, None
+            try:
+                self._receive(OPEN_SECONDS)
+                self._opened = opening
+            except WorkerError:
+                if opening == self.problem:
+                    raise
+                self.start()  # the error of a problem that is not wanted any more has ended the child
+        if self._opened != self.problem:
+            self._call("open", (self.problem,), OPEN_SECONDS)
+            self._opened = self.problem
 
     def _call(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         assert self._connection is not None
