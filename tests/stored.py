@@ -14,5 +14,5 @@ def keep(path, *trials):
     with Store.open(path) as file:
         sweep = file.begin_sweep(H200, {}, {}, 0)
         for trial in trials:
-            file.add(sweep, trial, PROTOCOL, triton_minor(), "")
+            file.add_all(sweep, [trial], PROTOCOL, triton_minor(), "")
         file.finish_sweep(sweep)

@@ -7,7 +7,17 @@ from collections import Counter
 
 import pytest
 
-from tunegen.bench import FIRST_BLOCKS, SCREEN_BLOCKS, Bench, has_lost, of_rounds, rotated, steady_blocks, summarize
+from tunegen.bench import (
+    FIRST_BLOCKS,
+    SCREEN_BLOCKS,
+    Bench,
+    has_lost,
+    of_rounds,
+    rotated,
+    steady,
+    steady_blocks,
+    summarize,
+)
 from tunegen.model import Conditions
 
 
@@ -105,7 +115,8 @@ def test_first_candidate_gets_all_blocks_and_leads():
 def test_blocks_whose_sentinel_moved_are_left_out_of_a_screening():
     clock = [1.0] * 11 + [1.5]
     found = Fixed([9.0] * 11 + [13.0], clock).screen(object(), BEST)
-    assert found.measurement.blocks == (9.0,) * 11
+    assert (found.measurement.us, found.measurement.blocks) == (9.0, (*[9.0] * 11, 13.0))  # on record all the same
+    assert found.measurement.kept == (*[True] * 11, False)
 
 
 def test_equal_kernels_lose_as_rarely_as_the_interval_says():
@@ -120,11 +131,23 @@ def test_equal_kernels_lose_as_rarely_as_the_interval_says():
 
 def test_rounds_are_merged_block_by_block():
     hot, cold = Conditions(1980.0, 3201.0, 600.0, 70.0), Conditions(1980.0, 3201.0, 300.0, 50.0)
-    found = of_rounds([summarize([8.0, 9.0], [10.0, 10.0], [hot, hot]), summarize([7.0], [10.0], [cold])])
+    parts = [steady([8.0, 9.0], [10.0, 10.0], [hot, hot]), steady([7.0], [10.0], [cold])]
+    found = of_rounds(parts)
     assert (found.us, found.score) == (8.0, pytest.approx((0.85 + 0.7) / 2))
     assert found.blocks == (8.0, 9.0, 7.0)
     assert found.rounds == (pytest.approx(0.85), pytest.approx(0.7))
     assert found.conditions == (hot, hot, cold)
+    assert (found.kept, found.round_of) == ((), (0, 0, 1))
+
+
+def test_blocks_that_do_not_count_are_on_record_and_count_for_nothing():
+    found = of_rounds(
+        [steady([8.0, 8.0, 30.0], [10.0, 10.0, 20.0], [None] * 3), steady([8.0] * 2, [10.0] * 2, [None] * 2)]
+    )
+    assert (found.us, found.score, found.sentinel_us) == (8.0, pytest.approx(0.8), 10.0)
+    assert found.blocks == (8.0, 8.0, 30.0, 8.0, 8.0)
+    assert found.kept == (True, True, False, True, True)
+    assert found.round_of == (0, 0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])

@@ -373,7 +373,7 @@ def db(tmp_path):
             Trial(FORWARD, failed, TrialState.COMPILE, reason="OutOfResources: [shared] memory"),
             Trial(FORWARD, failed, TrialState.OK, kind="estimated", estimate_us=31.5),
         ):
-            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.14")
+            store.add_all(sweep, [trial], PROTOCOL, triton_minor(), "2.14")
         store.finish_sweep(sweep)
     return path
 
@@ -559,7 +559,7 @@ def reject(db, config, problem=FORWARD):
     digest = combined_digest(problem, config, op_spec("rms_norm"))
     trial = Trial(replace(problem, rows=7), config, TrialState.INCORRECT, digest=digest, reason="y: NaN")
     with Store.open(db) as store:
-        store.add(store.begin_sweep(H200, {}, {}, 0), trial, PROTOCOL, triton_minor(), "2.14")
+        store.add_all(store.begin_sweep(H200, {}, {}, 0), [trial], PROTOCOL, triton_minor(), "2.14")
 
 
 def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -607,7 +607,7 @@ def test_render_looks_for_the_row_count_as_a_call_does(tmp_path):
             trial = Trial(
                 replace(FORWARD, rows=rows), config, TrialState.OK, digest=digest, measurement=measurement(9.0)
             )
-            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.14")
+            store.add_all(sweep, [trial], PROTOCOL, triton_minor(), "2.14")
         store.finish_sweep(sweep)
     for rows, config in ((8, near), (9, far)):
         _, origin = rendered("forward", "--hidden", 4096, "--rows", rows, "--db", tmp_path / "tune.db")

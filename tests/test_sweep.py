@@ -694,7 +694,7 @@ def test_h19_own_winner_is_shown_where_another_sweep_found_a_better_one(bench):
     with Store.open(bench.db) as store:
         other = store.begin_sweep(H200, {}, {}, 0)
         faster = replace(trial, stage="final", measurement=measurement(1.0), band=0.01, tied=True, gains=True)
-        store.add(other, faster, PROTOCOL, triton_minor(), "")
+        store.add_all(other, [faster], PROTOCOL, triton_minor(), "")
     assert bench.winner() == family_and_parameters(trial.config)
     assert shown(bench, result) == [BEST.label()]
 

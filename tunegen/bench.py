@@ -13,11 +13,12 @@ how much.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -241,31 +242,48 @@ def steady_blocks(sentinel: Sequence[float]) -> list[int]:
 
 
 def steady(times: Sequence[float], sentinel: Sequence[float], conditions: Sequence[Conditions | None]) -> Measurement:
-    """Of the blocks whose sentinel did not move."""
+    """Of the blocks whose sentinel did not move; the others are kept on record."""
     kept = steady_blocks(sentinel)
-    return summarize([times[b] for b in kept], [sentinel[b] for b in kept], [conditions[b] for b in kept])
+    found = summarize([times[b] for b in kept], [sentinel[b] for b in kept])
+    return replace(
+        found,
+        blocks=tuple(times),
+        sentinel_blocks=tuple(sentinel),
+        conditions=tuple(conditions),
+        kept=unless_all(b in kept for b in range(len(times))),
+    )
 
 
-def summarize(
-    blocks: Sequence[float], sentinel: Sequence[float], conditions: Sequence[Conditions | None] = ()
-) -> Measurement:
-    """Medians over the kept blocks."""
+def unless_all(kept: Iterable[bool]) -> tuple[bool, ...]:
+    """Empty where every block counts."""
+    found = tuple(kept)
+    return () if all(found) else found
+
+
+def summarize(blocks: Sequence[float], sentinel: Sequence[float]) -> Measurement:
+    """Medians over blocks that all count."""
     return Measurement(
         us=statistics.median(blocks),
         score=statistics.median(b / s for b, s in zip(blocks, sentinel, strict=True)),
         sentinel_us=statistics.median(sentinel),
         blocks=tuple(blocks),
         sentinel_blocks=tuple(sentinel),
-        conditions=tuple(conditions),
     )
 
 
 def of_rounds(rounds: Sequence[Measurement]) -> Measurement:
     """Several rounds as one measurement, whose score is the mean of theirs."""
-    whole = summarize(
-        [b for one in rounds for b in one.blocks],
-        [s for one in rounds for s in one.sentinel_blocks],
-        [c for one in rounds for c in one.conditions],
+    blocks, sentinel = ([b for one in rounds for b in getattr(one, n)] for n in ("blocks", "sentinel_blocks"))
+    kept = [k for one in rounds for k in one.kept or [True] * len(one.blocks)]
+    whole = summarize(list(itertools.compress(blocks, kept)), list(itertools.compress(sentinel, kept)))
+    scores = tuple(one.score for one in rounds)
+    return replace(
+        whole,
+        score=statistics.fmean(scores),
+        rounds=scores,
+        blocks=tuple(blocks),
+        sentinel_blocks=tuple(sentinel),
+        conditions=tuple(c for one in rounds for c in one.conditions),
+        kept=unless_all(kept),
+        round_of=tuple(number for number, one in enumerate(rounds) for _ in one.blocks),
     )
-    scores = [one.score for one in rounds]
-    return replace(whole, score=statistics.fmean(scores), rounds=tuple(scores))

@@ -167,6 +167,13 @@ def m002_ties(db: Database) -> None:
         db.execute(statement)
 
 
-STEPS = (m001_initial, m002_ties)
+def m003_blocks(db: Database) -> None:
+    """Of each sample the number of its round, and whether it counts: until now those that did not were not stored, nor
+    where rounds begin, which is NULL for those samples."""
+    db.execute("ALTER TABLE samples ADD COLUMN round INTEGER")
+    db.execute("ALTER TABLE samples ADD COLUMN kept INTEGER NOT NULL DEFAULT 1")
+
+
+STEPS = (m001_initial, m002_ties, m003_blocks)
 for _step in STEPS:
     migrations()(_step)

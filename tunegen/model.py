@@ -13,9 +13,8 @@ CASTINGS = ("fp32", "llama")
 DIRECTIONS = ("forward", "backward")
 TORCH_FAMILY = "torch"
 """The family of torch's own op, which competes with the templates."""
-
 PROTOCOL = 2
-"""Version of the way time is measured (`bench`); stored with every trial, a part of the key."""
+"""Version of what a stored time means (`bench`), a part of the key; more blocks of the same mean the same."""
 
 Value = int | str
 """A parameter of a config: an int is a `tl.constexpr` (or a launch option), a str decides structure in the template."""
@@ -222,10 +221,10 @@ class Conditions(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """GPU time of one candidate. Times in microseconds a call; `blocks` are the raw block medians, `sentinel_blocks`
+    """GPU time of one candidate. Times in microseconds a call; `blocks` are the times of all blocks, `sentinel_blocks`
     those of the sentinel measured in the same blocks; `score` is the median of their ratios (1.0 = as fast as the
-    sentinel). `rounds` are the scores of rounds with buffers of their own, `conditions` those of each block, where a
-    sensor tells them."""
+    sentinel). `rounds` are the scores of rounds with buffers of their own. Of each block, where it is known:
+    `conditions`, as a sensor tells them; `kept`, whether it counts (empty: all do); `round_of`, its round."""
 
     us: float
     score: float
@@ -234,6 +233,8 @@ class Measurement:
     sentinel_blocks: tuple[float, ...]
     rounds: tuple[float, ...] = ()
     conditions: tuple[Conditions | None, ...] = ()
+    kept: tuple[bool, ...] = ()
+    round_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, 
     space = load_space(problem.op)
     family = space.family(problem.direction, name)
     if family is None:
-        known = (f.name for f in space.members.values() if f.direction == problem.direction)
-        raise TunegenError(f"no {problem.direction} family {name!r}; there is {listed(known)}")
+        raise TunegenError(space.unknown(problem.direction, name))
     _check_given(family, parameters, names_of(problem, target))
     choices = {key: domain for key, domain in family.parameters.items() if not isinstance(domain, Rule)}
     words = {key: domain[0] for key, domain in choices.items() if isinstance(domain[0], str)}
