@@ -9,10 +9,10 @@ from tunegen.model import PROTOCOL
 from tunegen.store import Store
 
 
-def keep(path, *trials):
-    """Store trials in a database, as a finished sweep of the H200 leaves them."""
+def keep(path, *trials, torch=""):
+    """Store trials in a database, as a finished sweep of the H200 with that torch leaves them."""
     with Store.open(path) as file:
         sweep = file.begin_sweep(H200, {}, {}, 0)
         for trial in trials:
-            file.add_all(sweep, [trial], PROTOCOL, triton_minor(), "")
+            file.add_all(sweep, [trial], PROTOCOL, triton_minor(), torch)
         file.finish_sweep(sweep)

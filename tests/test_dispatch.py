@@ -56,6 +56,13 @@ def test_torch_where_it_won(answers):
     assert answers(timed(Config("torch"), 5.0, digest="-"), timed(FIRST, 10.0))[0] is None
 
 
+def test_torch_also_where_another_release_of_it_won(tmp_path):
+    """What it beat has not changed; a sweep times it again (tests/test_sweep.py)."""
+    path = tmp_path / "tune.db"
+    keep(path, timed(Config("torch"), 5.0, digest="-"), timed(FIRST, 10.0), torch="1.0")
+    assert next(dispatch.rungs(path, PROBLEM, H200)).config is None
+
+
 def test_what_the_gate_rejected_at_another_row_count_never_answers(answers):
     elsewhere = replace(PROBLEM, rows=4096)
     assert FIRST not in answers(timed(FIRST, 10.0), wrong(FIRST, problem=elsewhere))
