@@ -47,6 +47,22 @@ def test_inductor_compiles_in_this_process_and_no_longer_than_asked():
     assert config.compile_threads == before
 
 
+def test_inductor_leaves_tritons_cache_folder_where_it_was(monkeypatch):
+    """It sets the variable for the whole process as soon as it compiles, and every kernel of a sweep would be compiled
+    again."""
+    from triton import knobs
+
+    for usual in (None, "/usual"):
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        if usual:
+            monkeypatch.setenv("TRITON_CACHE_DIR", usual)
+        before = knobs.cache.dir
+        with compiling_here():
+            os.environ["TRITON_CACHE_DIR"] = "/tmp/torchinductor/triton"
+        assert os.environ.get("TRITON_CACHE_DIR") == usual
+        assert knobs.cache.dir == before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
 def test_thread_yields_to_others_and_the_process_stays_as_it_was():
     found = []

@@ -60,10 +60,13 @@ def load_autograd_quietly() -> None:
 @contextmanager
 def compiling_here() -> Iterator[None]:
     """Inductor compiles in this process: its pool of up to 32 processes, each of which imports torch, takes longer to
-    start than a formula's one or two kernels to compile (8 s of waiting on an H200's 16 cores)."""
+    start than a formula's one or two kernels to compile (8 s of waiting on an H200's 16 cores). And it leaves Triton's
+    cache folder where it was: Inductor moves it for the whole process, which would compile every finalist of later
+    problems again, and build its launcher (4 s of gcc, up to 3 s of ptxas)."""
     import torch._inductor.config as config
+    from triton import knobs
 
-    with config.patch(compile_threads=1):
+    with config.patch(compile_threads=1), knobs.cache.scope():
         yield
 
 

@@ -1,6 +1,5 @@
 """What `ulps` asks, in one kernel a question, for tensors on a GPU: in torch operators an output takes some fifteen
-passes over memory and two waits for the GPU, 20 ms for a candidate; most of that was time in which neither the GPU nor
-the host did anything useful (H200).
+passes over memory and two waits for the GPU, and verifying took about 30 ms a candidate (H200).
 
 Triton is imported here, at the top, as its kernels need it: import this module in functions only.
 """
