@@ -798,3 +798,22 @@ def test_recorded_step_is_weighed_by_its_counts(bench, tmp_path):
         f"A step makes 9 of these norm calls, {tuned / 1e3:.2f} ms of GPU time tuned; {default / 1e3:.2f} ms by "
         f"the built-in default ({(default - tuned) / 1e3:.2f} ms gained)"
     ) in done.stderr
+
+
+def test_compilers_work_ahead_of_the_batch_where_all_candidates_will_be_tried(bench, monkeypatch):
+    """And no further than the budget goes, or the deadline of a compilation allows."""
+    begun = []
+    begin = CompilePool.begin
+    monkeypatch.setattr(CompilePool, "begin", lambda pool, *given: begun.append(len(given[1])) or begin(pool, *given))
+    monkeypatch.setattr("tunegen.sweep.BATCH", 4)
+    bench.sweep()
+    assert begun[0] == len(TILES) + len(OLD)
+    begun.clear()
+    bench.db.unlink()
+    monkeypatch.setattr("tunegen.sweep.AHEAD", 0)
+    bench.sweep()
+    assert max(begun) <= 5
+    begun.clear()
+    bench.db.unlink()
+    bench.sweep(budget=10)
+    assert max(begun) <= 5
