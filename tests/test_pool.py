@@ -190,12 +190,16 @@ def start_method(problem, config, silicon):
     raise CompileError(multiprocessing.get_start_method(allow_none=True) or "fork")
 
 
-def test_processes_start_before_it_is_known_what_to_compile_for(gpu):
-    with CompilePool(None, workers=2, compile_one=gpu.compile) as pool:
+def test_processes_start_before_it_is_known_what_to_compile_for(gpu, monkeypatch):
+    monkeypatch.setattr("tunegen.pool.import_compiler", os.getpid)  # quicker
+    with CompilePool(None, workers=2) as pool:
         pool.prepare()
         assert len(pool._executor._processes) == 2
-        pool.silicon = H200
+        pool.silicon, pool.compile_one = H200, gpu.compile
         assert list(pool.compile(PROBLEM, TILES[:2])) == [(config, GOOD) for config in TILES[:2]]
+    with pool_of(gpu) as pool:
+        pool.prepare()
+        assert pool._executor is None  # a stand-in loads nothing
 
 
 def test_what_a_compilation_loads_can_be_loaded_ahead():

@@ -42,6 +42,7 @@ from tunegen.model import PROTOCOL, Config
 from tunegen.ops import op_spec
 from tunegen.pool import CompilePool
 from tunegen.recorded import RecordedCall, Recording
+from tunegen.sampler import Sampler
 from tunegen.standing import FINALISTS
 from tunegen.store import Store
 from tunegen.sweep import sweep_gpu
@@ -800,20 +801,13 @@ def test_recorded_step_is_weighed_by_its_counts(bench, tmp_path):
     ) in done.stderr
 
 
-def test_compilers_work_ahead_of_the_batch_where_all_candidates_will_be_tried(bench, monkeypatch):
-    """And no further than the budget goes, or the deadline of a compilation allows."""
-    begun = []
-    begin = CompilePool.begin
+@pytest.mark.parametrize(("budget", "ahead", "more"), [(200, 4, True), (200, 0, False), (15, 4, False)])
+def test_compilers_work_ahead_of_the_batch_where_all_candidates_will_be_tried(bench, monkeypatch, budget, ahead, more):
+    begun, asked = [], []
+    begin, ask = CompilePool.begin, Sampler.ask
     monkeypatch.setattr(CompilePool, "begin", lambda pool, *given: begun.append(len(given[1])) or begin(pool, *given))
+    monkeypatch.setattr(Sampler, "ask", lambda sampler, count: asked.append(ask(sampler, count)) or asked[-1])
     monkeypatch.setattr("tunegen.sweep.BATCH", 4)
-    bench.sweep()
-    assert begun[0] == len(TILES) + len(OLD)
-    begun.clear()
-    bench.db.unlink()
-    monkeypatch.setattr("tunegen.sweep.AHEAD", 0)
-    bench.sweep()
-    assert max(begun) <= 5
-    begun.clear()
-    bench.db.unlink()
-    bench.sweep(budget=10)
-    assert max(begun) <= 5
+    monkeypatch.setattr("tunegen.sweep.AHEAD", ahead)
+    bench.sweep(budget=budget)
+    assert (begun[0] > len(asked[0])) is more

@@ -116,6 +116,8 @@ class CompilePool:
 
     def prepare(self) -> None:
         """Start the processes, which import what they need while the caller finds out what there is to compile."""
+        if self.compile_one is not compile_candidate:
+            return  # a stand-in needs none of that
         for _ in range(self.workers):
             with suppress(BrokenProcessPool), deaf_to_interrupts():
                 self._running().submit(import_compiler)
