@@ -84,8 +84,12 @@ def constexprs(kernel: Any) -> list[str]:
 
 
 def integer_class(name: str, value: int, hidden: int) -> ArgumentClass:
-    """How an integer is compiled: row strides may be fixed to N or known to be divisible by 16; no other value is
-    assumed."""
+    """How an integer is compiled: row strides may be fixed to N or known to be divisible by 16, other strides of rows
+    too, column strides are fixed; no other value is assumed."""
+    if name.endswith("_col_stride"):
+        return ArgumentClass("constexpr", value=value)
+    if name.endswith(("_outer_stride", "_middle_stride", "_inner_stride")):
+        return ArgumentClass("i64", value % 16 == 0)
     if name.endswith("_row_stride"):
         return ArgumentClass("constexpr", value=hidden) if value == hidden else ArgumentClass("i64", value % 16 == 0)
     return ArgumentClass("i32" if value < 2**31 else "i64")

@@ -278,19 +278,20 @@ class OpSpec:
 
     `tensors(problem)` names every tensor argument, as kernels do without their `_ptr`. `scalars(problem)` gives the
     run-time numbers, `constants(problem, offset)` the constexprs that do not come from the config, with the offset of
-    a call or the one that is tuned with. `flags(problem, config)` is one set of Jinja flags for each rendering that
-    the product may launch; the first one is timed. `bytes_moved` counts each input read once and each output written
-    once. `inputs(problem, device, seed)` draws the input tensors.
-    `expected(problem, inputs, dtype)` is the reference computed in that dtype. `torch_call(problem, inputs)` returns
-    torch's own form of the op as a function without arguments; `compiled_call(problem)` compiles the plain formula by
-    `torch.compile` and returns what makes such functions of inputs.
+    a call or the one that is tuned with. `nestable(problem)` lists which tensors may have nested rows (see `layouts`)
+    together; `flags(problem, config, nested)` is one set of Jinja flags for each rendering that may be launched for
+    such tensors; the first one without any is timed. `bytes_moved` counts each input read once, each output written
+    once. `inputs(problem, device, seed)` draws the inputs. `expected(problem, inputs, dtype)` is the reference computed
+    in that dtype. `torch_call(problem, inputs)` returns torch's own form of the op as a function without arguments;
+    `compiled_call(problem)` compiles the plain formula and returns what makes such functions of inputs.
     """
 
     name: str
     tensors: Callable[[Problem], dict[str, Tensor]]
     scalars: Callable[[Problem], dict[str, int | float]]
     constants: Callable[..., dict[str, int | float]]
-    flags: Callable[[Problem, Config], list[dict[str, Any]]]
+    nestable: Callable[[Problem], list[tuple[str, ...]]]
+    flags: Callable[..., list[dict[str, Any]]]
     bytes_moved: Callable[[Problem], int]
     inputs: Callable[..., dict[str, Any]]
     expected: Callable[..., dict[str, Any]]
