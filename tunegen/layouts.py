@@ -23,6 +23,10 @@ class Nested(NamedTuple):
     inner_stride: int
     col_stride: int
 
+    def arguments(self, name: str) -> dict[str, int]:
+        """What a kernel must know of the layout of the tensor `name`, by the names of its parameters."""
+        return {f"{name}_{field}": value for field, value in self._asdict().items()}
+
 
 class Rows(NamedTuple):
     """A tensor whose rows a kernel can read, and how they lie: `row_stride` elements apart unless they are nested."""
@@ -33,9 +37,7 @@ class Rows(NamedTuple):
 
     def arguments(self, name: str) -> dict[str, int]:
         """What a kernel must know of the layout, by the names of its parameters."""
-        if self.nested is None:
-            return {f"{name}_row_stride": self.row_stride}
-        return {f"{name}_{field}": value for field, value in self.nested._asdict().items()}
+        return {f"{name}_row_stride": self.row_stride} if self.nested is None else self.nested.arguments(name)
 
 
 def rows_of(tensor: Tensor) -> Rows:
@@ -56,15 +58,20 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 def nested_copy(tensor: Tensor) -> Rows:
-    """A copy of a tensor (M, N) whose rows lie as those of four heads over three positions do once transposed, with NaN
-    where the last group is not full."""
-    middle, inner = 3, 4
+    """A copy of a tensor (M, N) that lies as `like_heads`, with NaN where the last group is not full."""
     rows, hidden = tensor.shape
-    groups = -(-rows // (middle * inner))
-    padded = tensor.new_full((groups * middle * inner, hidden), math.nan)
+    nested = like_heads(hidden)
+    group = nested.middle * nested.inner
+    padded = tensor.new_full((-(-rows // group) * group, hidden), math.nan)
     padded[:rows] = tensor
-    copy = padded.view(groups, middle, inner, hidden).transpose(1, 2).contiguous()
-    return Rows(copy, 0, Nested(middle, inner, middle * inner * hidden, hidden, middle * hidden, 1))
+    copy = padded.view(-1, nested.middle, nested.inner, hidden).transpose(1, 2).contiguous()
+    return Rows(copy, 0, nested)
+
+
+def like_heads(hidden: int) -> Nested:
+    """The layout of four heads over three positions, transposed: the one that kernels are verified with."""
+    middle, inner = 3, 4
+    return Nested(middle, inner, middle * inner * hidden, hidden, middle * hidden, 1)
 
 
 def is_copied(tensor: Tensor) -> bool:
