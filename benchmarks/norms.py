@@ -97,6 +97,9 @@ def run(cells: list[Cell], stamp: Stamp, given: argparse.Namespace, measure: Mea
             return 0
         began = time.monotonic()
         found = measure(cell, [player for player in players if player.name in {*lacking, *ANCHORS}])
+        if not found.facts:
+            print(f"nothing can be measured here: {found.outcomes[0].note}", file=sys.stderr)
+            return 1
         append(given.out, _lines(cell, stamp, found))
         print(f"{cell.label()}: {_told(found)}, {time.monotonic() - began:.0f} s", flush=True)
         if refused := [one for one in found.outcomes if one.player == OURS and one.state == REFUSED]:

@@ -263,6 +263,13 @@ def test_run_ends_where_ours_fails_the_gate(tmp_path, capsys):
     assert "off by 3 ulp" in capsys.readouterr().err
 
 
+def test_machine_without_a_gpu_leaves_no_lines(tmp_path, capsys):
+    found = Found([Outcome(OURS, NOT_MEASURED, note="no driver")], {})
+    assert norms.run(CELLS, STAMP, given(tmp_path / "norms.csv"), lambda cell, wanted: found) == 1
+    assert not (tmp_path / "norms.csv").exists()
+    assert "nothing can be measured here: no driver" in capsys.readouterr().err
+
+
 # Verdicts and tables
 
 
@@ -327,7 +334,7 @@ def test_table_of_a_recorded_file(tmp_path, capsys):
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "norms.md").read_text()
     assert "| 16384x4096 |" in text
-    assert "quack 1.0" in text
+    assert "quack-kernels 1.0" in text
     assert "Apex: not measured" in text
     assert "wrote" in capsys.readouterr().out
 

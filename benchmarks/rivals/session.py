@@ -218,9 +218,9 @@ def work(
     def tell(*message: object) -> None:
         connection.send(message)
 
-    lab = make_lab(cell)
-    tell("facts", lab.facts())
     try:
+        lab = make_lab(cell)
+        tell("facts", lab.facts())
         tell("done", Session(lab, tell, rounds).run(players))
     except Exception as error:
         tell("lost", first_line(error))

@@ -84,11 +84,11 @@ def about(contests: Sequence[Contest]) -> str:
     """What the figures are and were measured on."""
     stamps = {row.stamp for one in contests for row in (*one.without, *(s.row for s in one.standings.values()))}
     machines = {f"{s.gpu}, torch {s.torch}, Triton {s.triton}, driver {s.driver}" for s in stamps if s.gpu}
-    players = {(s.name, s.row.outcome.version) for one in contests for s in one.standings.values()}
-    names = ", ".join(f"{name} {version}" for name, version in sorted(players) if version)
+    versions = {s.name: s.row.outcome.version for one in contests for s in one.standings.values()}
+    packages = {f"{p.package} {versions[p.name]}" for p in PLAYERS if p.package != "torch" and versions.get(p.name)}
     return (
         f"{'; '.join(sorted(machines))}. Share of the speed of `copy_`, by the bytes that a call must move; "
-        f"microseconds where that is less than 60 MB. Versions: {names}."
+        f"microseconds where that is less than 60 MB. {', '.join(sorted(packages))}."
     )
 
 
@@ -132,7 +132,7 @@ def _panel(axes: Any, contests: Sequence[Contest]) -> None:
         found = [(one.cell, s.over_ours) for one in contests if (s := one.standings.get(player.name)) and s.over_ours]
         if found:
             speeds, heights = [1 / r.median for _, r in found], [places[cell] for cell, _ in found]
-            marker, color = "os^vD"[number % 5], f"C{number % 10}"
+            marker, color = "os^"[number // 10], f"C{number % 10}"
             axes.scatter(speeds, heights, s=18, marker=marker, color=color, label=player.name)
     for one in contests:
         if one.band is not None:
