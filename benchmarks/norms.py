@@ -149,8 +149,8 @@ def _show(given: argparse.Namespace) -> None:
     if not found:
         sys.exit(f"{given.results} has no results")
     printed(console, found)
-    for path in written(found, given.results):
-        console.print(f"wrote {path}")
+    for line in written(found, given.results):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

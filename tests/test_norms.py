@@ -327,16 +327,33 @@ def recorded():
     ]
 
 
-def test_table_of_a_recorded_file(tmp_path, capsys):
+@pytest.fixture
+def shown(tmp_path, monkeypatch, capsys):
     append(tmp_path / "norms.csv", recorded())
-    sys.argv = ["norms.py", "show", str(tmp_path / "norms.csv")]
-    norms.main()
+    monkeypatch.setattr(sys, "argv", ["norms.py", "show", str(tmp_path / "norms.csv")])
+
+    def show():
+        norms.main()
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_table_of_a_recorded_file(tmp_path, shown):
+    pytest.importorskip("matplotlib")
+    out = shown()
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "norms.md").read_text()
     assert "| 16384x4096 |" in text
     assert "quack-kernels 1.0" in text
     assert "Apex: not measured" in text
-    assert "wrote" in capsys.readouterr().out
+    assert out.endswith(f"wrote {tmp_path}/norms.png\n")
+
+
+def test_without_matplotlib_there_is_a_table_and_no_picture(tmp_path, shown, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "no picture: " in shown()
+    assert (tmp_path / "norms.md").exists()
 
 
 def test_markdown_has_a_column_for_each_player_and_marks_the_best():

@@ -9,8 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tunegen.gates.model import required
-
 from .players import AGAIN, OURS, PLAYERS
 from .rows import OK, Row
 from .verdicts import LOST, WON, Contest, Standing, figure
@@ -110,12 +108,15 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def draw(contests: Sequence[Contest], path: Path) -> None:
-    """A PNG file: a panel a direction, a line a cell, each player by its speed over ours. Raises ExtraMissingError
-    without matplotlib."""
+    """A PNG file: a panel a direction, a line a cell, each player by its speed over ours. Raises ImportError without
+    matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     directions = list(dict.fromkeys((one.cell.op, one.cell.direction) for one in contests))
     height = 1.5 + 0.3 * max(sum((c.cell.op, c.cell.direction) == d for c in contests) for d in directions)
-    figure = required("matplotlib.figure", "plot").Figure(figsize=(5.5 * len(directions), height), layout="constrained")
-    canvas = required("matplotlib.backends.backend_agg", "plot").FigureCanvasAgg(figure)
+    figure = Figure(figsize=(5.5 * len(directions), height), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
     for axes, direction in zip(figure.subplots(1, len(directions), squeeze=False)[0], directions, strict=True):
         _panel(axes, [one for one in contests if (one.cell.op, one.cell.direction) == direction])
         axes.set_title(", ".join(direction), fontsize=10)
@@ -143,9 +144,12 @@ def _panel(axes: Any, contests: Sequence[Contest]) -> None:
     axes.set_xlim(left=0)
 
 
-def written(contests: Sequence[Contest], results: Path) -> list[Path]:
-    """The Markdown table and the picture beside a file of results."""
-    paths = [results.with_suffix(".md"), results.with_suffix(".png")]
-    paths[0].write_text(markdown(contests), encoding="utf-8")
-    draw(contests, paths[1])
-    return paths
+def written(contests: Sequence[Contest], results: Path) -> list[str]:
+    """The Markdown table and the picture beside a file of results; tells what was written."""
+    table, picture = results.with_suffix(".md"), results.with_suffix(".png")
+    table.write_text(markdown(contests), encoding="utf-8")
+    try:
+        draw(contests, picture)
+    except ImportError as error:
+        return [f"wrote {table}", f"no picture: {error}"]
+    return [f"wrote {table}", f"wrote {picture}"]
