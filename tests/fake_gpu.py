@@ -191,7 +191,7 @@ class FakeGpu:
 
     def compile(self, problem: Problem, config: Config, silicon: Silicon) -> Resources:
         """In place of the compiler, in a process of the pool."""
-        self.note(f"compile {config.label()}")
+        self.note(f"{'layouts' if problem.layout == 'nested' else 'compile'} {config.label()}")
         fault = self.faults.get(config.label(), "")
         if fault == "abort":
             os._exit(9)

@@ -85,9 +85,12 @@ def carried(config: Config, template: str, problem: Problem, silicon: Silicon) -
     return Config.of(config.family, parameters)
 
 
-def variants(problem: Problem, config: Config, device: torch.device, sms: int) -> Iterator[Variant]:
-    """One for every rendering that the product may launch."""
-    for flags in SPEC.flags(problem, config):
+def variants(
+    problem: Problem, config: Config, device: torch.device, sms: int, nested: tuple[str, ...] = ()
+) -> Iterator[Variant]:
+    """One for every rendering that the product may launch where rows of the tensors `nested` lie at no common
+    distance."""
+    for flags in SPEC.flags(problem, config, nested):
         source = render(OP, f"{problem.direction}_{config.family}", flags)
         yield Variant(source, config, SPEC.constants(problem), problem.accumulate, device, sms)
 

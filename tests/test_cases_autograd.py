@@ -53,6 +53,23 @@ def test_h10_inputs_whose_columns_or_rows_are_not_adjacent(place, layout, which)
     assert_right(run(x, w, dy), exact(x.contiguous(), w, dy.contiguous()), x, w, place)
 
 
+@pytest.mark.gpu
+def test_h10_heads_are_read_where_they_lie():
+    """q and k of a model come as slices of one projection, their gradients with heads before positions: no copy is
+    made of either, which would take as much memory again."""
+    qkv = torch.randn(4, 512, 48 * 128, device="cuda", dtype=torch.bfloat16)
+    x = qkv[..., : 32 * 128].unflatten(-1, (32, 128)).requires_grad_()
+    dy = torch.randn(4, 32, 512, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    w = torch.ones(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.autograd.grad(rms_norm(x, w), (x, w), dy)  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = rms_norm(x, w)
+    dx, _ = torch.autograd.grad(y, (x, w), dy)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert y.nbytes + dx.nbytes <= peak < 1.25 * (y.nbytes + dx.nbytes)
+
+
 def moved(tensor, place):
     """On the device of the place, with its strides."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), device=place.device)

@@ -124,7 +124,7 @@ def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monk
     answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
     launched = []
 
-    def variant(choice, save_rstd, offset):
+    def variant(choice, save_rstd, offset, nested):
         launched.append(choice.config)
         if choice.config == FIRST:
             raise CompileError("persistent_partials: OutOfResources: shared memory")
@@ -135,7 +135,7 @@ def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monk
     bf16 = torch.bfloat16
     x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
     key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
-    tensors = {"x_ptr": x, "dy_ptr": x, "w_ptr": x[0], "rstd_ptr": x[:, 0]}
+    tensors = {"x": x, "dy": x, "w": x[0], "rstd": x[:, 0]}
     try:
         assert [_launch(key, tensors, 1e-6, 0.0, True) for _ in range(2)] == [True, True]
     finally:

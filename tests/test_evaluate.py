@@ -33,7 +33,7 @@ class Here(Session):
         self.bench = self._bench(0.2)
         self.verdict = Verdict(True, 0.5)
         self.best, self.by_machine, self.seconds = None, {}, Spent()
-        self.grid = (1,)
+        self.grid, self.verified = (1,), []
 
     def _bench(self, warm_up):
         self.benches.append(
@@ -52,11 +52,12 @@ class Here(Session):
     def time(self):
         return measurement(self.times.pop(0) if self.times else 8.0)
 
-    def variants(self, config):
+    def variants(self, config, nested=()):
         launch = Launch(SimpleNamespace(__name__="tile"), self.grid)
-        return [SimpleNamespace(plan=lambda rows: Plan((launch,)))]
+        return [SimpleNamespace(plan=lambda rows: Plan((launch,)), nested=nested)]
 
     def verify(self, variants):
+        self.verified.append([variant.nested for variant in variants])
         return self.verdict
 
 
@@ -96,6 +97,13 @@ def test_finalist_has_the_digest_of_what_was_launched_and_not_of_what_was_screen
     screened = Trial(PROBLEM, DEFAULT, TrialState.OK, digest="of an older text", measurement=measurement(9.0))
     (trial,) = Here().finals([screened])
     assert (trial.stage, trial.digest, trial.measurement.us) == ("final", digest, 8.0)
+
+
+def test_finalist_is_verified_for_every_layout_that_it_may_be_launched_for(digest):
+    session = Here()
+    session.screen(DEFAULT, None)
+    session.finals([Trial(PROBLEM, DEFAULT, TrialState.OK)])
+    assert session.verified == [[()], [(), *SPEC.nestable(PROBLEM)]]
 
 
 SPENT = Resources(32, 0, 1024, "cubin")

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from kernel_cases import OP, SPEC, TEMPLATES, family_of, moderate, problems
 
 from tunegen.compile import compile_candidate
 from tunegen.errors import CompileError
+from tunegen.layouts import rows_of
 from tunegen.model import Config, Problem, Silicon
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
@@ -62,6 +64,23 @@ def test_every_contract_compiles(template: str, x: str, w: str, contract: dict[s
     problem = first_problem(template, silicon, x, w, **contract)
     for config in moderate(problem, template, silicon):
         assert compile_candidate(SPEC, problem, config, silicon).registers
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rows_at_no_common_distance_compile_without_spills(template: str) -> None:
+    """As transposed heads lie: 32 of them over 4096 positions."""
+    silicon = of_arch("sm_90")
+    problem = first_problem(template, silicon)
+    heads = torch.empty(2, 32, 4096, problem.hidden, device="meta").transpose(1, 2)
+    for layout in SPEC.nestable(problem):
+        scalars = SPEC.scalars(problem)
+        for name in layout:
+            scalars |= rows_of(heads).arguments(name)
+        spec = replace(
+            SPEC, scalars=lambda p, found=scalars: found, flags=lambda p, c, _, use=layout: SPEC.flags(p, c, use)
+        )
+        for config in moderate(problem, template, silicon):
+            assert compile_candidate(spec, problem, config, silicon).spill_bytes == 0, (layout, config.label())
 
 
 @pytest.mark.parametrize("template", [t for t in TEMPLATES if "BLOCK_SIZE" in family_of(t).parameters])

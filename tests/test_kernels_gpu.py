@@ -152,6 +152,15 @@ def test_h04_widths_that_no_vector_divides(template: str, hidden: int) -> None:
     check_cases(carried_cases(template, 7, hidden, "fp16"), runs=20)  # the damage is a race
 
 
+@pytest.mark.parametrize("shape", [(999, 128), (37, 1000)], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rows_at_no_common_distance(template: str, shape: tuple[int, int]) -> None:
+    for problem, config in carried_cases(template, *shape, "bf16"):
+        for layout in SPEC.nestable(problem):
+            for variant in variants(problem, config, GPU, silicon().sms, layout):
+                check(problem, variant, gate_of(problem, GPU, ALLOWANCE))
+
+
 @pytest.mark.parametrize(
     ("apart", "shift"),
     [({"x": 3, "dy": 5}, 1), ({"x": 24, "dy": 8}, 0)],

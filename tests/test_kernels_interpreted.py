@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_cases import (
     SPACE,
+    SPEC,
     TEMPLATES,
     carried,
     check,
@@ -67,6 +68,7 @@ def check_all(
     *,
     count: int = 1,
     apart: Mapping[str, int] | None = None,
+    nested: bool = False,
     **contract: object,
 ) -> None:
     """Every problem of the shape that the template is for, with `count` configs, in every rendering."""
@@ -75,8 +77,9 @@ def check_all(
     for problem in (replace(p, rows=shape[0], hidden=shape[1]) for p in found):
         gate = gate_of(problem, CPU, ALLOWANCE)
         for config in configs(template, problem, count):
-            for variant in variants(problem, config, CPU, SMS):
-                check(problem, variant, gate, placed_runner(variant, apart) if apart else None)
+            for layout in SPEC.nestable(problem) if nested else [()]:
+                for variant in variants(problem, config, CPU, SMS, layout):
+                    check(problem, variant, gate, placed_runner(variant, apart) if apart else None)
 
 
 @pytest.mark.parametrize(("x", "casting", "offset"), CONTRACTS)
@@ -102,6 +105,12 @@ def test_every_shape(template: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_rows_further_apart_than_n(template: str, shape: tuple[int, int]) -> None:
     check_all(template, shape, "fp32", "fp32", count=2, apart={"x": 13, "dy": 5})
+
+
+@pytest.mark.parametrize("shape", [(37, 100), (2, 2500)], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rows_at_no_common_distance(template: str, shape: tuple[int, int]) -> None:
+    check_all(template, shape, "fp16", "fp16", nested=True)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -7,7 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from .errors import BuildError, CompileError
+from .layouts import like_heads
 from .model import Config, KernelSource, Launch, OpSpec, Plan, Problem, Resources, Silicon
 
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
@@ -84,8 +85,12 @@ def constexprs(kernel: Any) -> list[str]:
 
 
 def integer_class(name: str, value: int, hidden: int) -> ArgumentClass:
-    """How an integer is compiled: row strides may be fixed to N or known to be divisible by 16; no other value is
-    assumed."""
+    """How an integer is compiled: row strides may be fixed to N or known to be divisible by 16, other strides of rows
+    too, column strides are fixed; no other value is assumed."""
+    if name.endswith("_col_stride"):
+        return ArgumentClass("constexpr", value=value)
+    if name.endswith(("_outer_stride", "_middle_stride", "_inner_stride")):
+        return ArgumentClass("i64", value % 16 == 0)
     if name.endswith("_row_stride"):
         return ArgumentClass("constexpr", value=hidden) if value == hidden else ArgumentClass("i64", value % 16 == 0)
     return ArgumentClass("i32" if value < 2**31 else "i64")
@@ -164,34 +169,42 @@ def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: S
     """Compile all kernels that `config` may launch for `problem`, with no GPU; resources of the first rendering's
     main kernel, and the digest of all binaries together.
 
-    Every tensor counts as contiguous and aligned, as when it is timed. Raises CompileError, also for more shared
+    Every tensor counts as contiguous and aligned, as when it is timed; for a problem of layout "nested", what may be
+    launched for nested rows is compiled, as a finalist is verified with. Raises CompileError, also for more shared
     memory than the silicon has.
     """
+    worst: Resources | None = None
+    binaries = hashlib.sha256()
+    for number, compiled in _compiled(spec, problem, config, silicon):
+        binaries.update(compiled.asm.get("cubin", compiled.hash.encode()))
+        found = resources(compiled)
+        if found.shared_bytes > silicon.shared_limit:
+            raise CompileError(
+                f"{compiled.name}: {found.shared_bytes} bytes of shared memory a program, "
+                f"{silicon.arch} has {silicon.shared_limit}"
+            )
+        if number == 0 and (worst is None or (found.spill_bytes or 0) > (worst.spill_bytes or 0)):
+            worst = found
+    assert worst is not None
+    return replace(worst, binary=binaries.hexdigest())
+
+
+def _compiled(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Iterator[tuple[int, Any]]:
+    """Each kernel of each rendering, compiled, with the number of the rendering."""
     from triton.backends.compiler import GPUTarget
 
     from .render import renderings
 
     target = GPUTarget("cuda", silicon.capability, 32)
-    worst: Resources | None = None
-    binaries = hashlib.sha256()
-    for number, source in enumerate(renderings(problem, config, spec)):
-        module = load(source)
-        plan = make_plan(module, config, problem.hidden, problem.rows, silicon.sms)
+    layouts = spec.nestable(problem) if problem.layout == "nested" else [()]
+    sources = [source for nested in layouts for source in renderings(problem, config, spec, nested)]
+    for number, source in enumerate(sources):
+        plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
         for launch in plan.launches:
-            classes = expected_classes(spec, problem, config, plan, launch)
+            classes = expected_classes(spec, problem, config, plan, launch, source.flags["nested"])
             compiled = compile_launch(launch, config, classes, target)
             build_launcher(compiled)
-            binaries.update(compiled.asm.get("cubin", compiled.hash.encode()))
-            found = resources(compiled)
-            if found.shared_bytes > silicon.shared_limit:
-                raise CompileError(
-                    f"{launch.kernel.__name__}: {found.shared_bytes} bytes of shared memory a program, "
-                    f"{silicon.arch} has {silicon.shared_limit}"
-                )
-            if number == 0 and (worst is None or (found.spill_bytes or 0) > (worst.spill_bytes or 0)):
-                worst = found
-    assert worst is not None
-    return replace(worst, binary=binaries.hexdigest())
+            yield number, compiled
 
 
 def timed_plan(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Plan:
@@ -204,13 +217,16 @@ def timed_plan(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon)
 
 
 def expected_classes(
-    spec: OpSpec, problem: Problem, config: Config, plan: Plan, launch: Launch
+    spec: OpSpec, problem: Problem, config: Config, plan: Plan, launch: Launch, nested: tuple[str, ...] = ()
 ) -> dict[str, ArgumentClass]:
-    """The classes of contiguous, aligned arguments, without any tensor at hand."""
+    """The classes of aligned arguments, contiguous but for the rows of `nested`, without any tensor at hand."""
     classes = {f"{n}_ptr": ArgumentClass(f"*{t.dtype}", True) for n, t in spec.tensors(problem).items()}
     classes |= {f"{n}_ptr": ArgumentClass(f"*{s.dtype}", True) for n, s in plan.scratch.items()}
     fixed = constexprs(launch.kernel)
-    for name, value in {**spec.constants(problem), **config.numbers, **spec.scalars(problem), **launch.values}.items():
+    scalars = spec.scalars(problem)
+    for name in nested:
+        scalars |= like_heads(problem.hidden).arguments(name)
+    for name, value in {**spec.constants(problem), **config.numbers, **scalars, **launch.values}.items():
         if name in fixed:
             classes[name] = ArgumentClass("constexpr", value=value)
         elif isinstance(value, float):

@@ -80,22 +80,23 @@ class Choice:
         self.problem, self.config, self.rung, self.device = problem, config, rung, device
         self.stored = stored
         self.saves_rstd = config is not None and config.structure.get("RSTD") == "saved"
-        self._variants: dict[tuple[bool, float], Variant] = {}
+        self._variants: dict[tuple[bool, float, tuple[str, ...]], Variant] = {}
 
-    def variant(self, save_rstd: bool, offset: float) -> Variant:
-        """The bound kernel; `save_rstd` matters in the forward direction only. Raises RenderError or CompileError."""
-        found = self._variants.get((save_rstd, offset))
+    def variant(self, save_rstd: bool, offset: float, nested: tuple[str, ...] = ()) -> Variant:
+        """The bound kernel; `save_rstd` matters in the forward direction only, `nested` names the tensors whose rows
+        lie at no common distance. Raises RenderError or CompileError."""
+        found = self._variants.get((save_rstd, offset, nested))
         if found is None:
-            found = self._variants[save_rstd, offset] = self._bind(save_rstd, offset)
+            found = self._variants[save_rstd, offset, nested] = self._bind(save_rstd, offset, nested)
         return found
 
-    def _bind(self, save_rstd: bool, offset: float) -> Variant:
+    def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...]) -> Variant:
         from .ops import op_spec
         from .render import rendering
 
         assert self.config is not None
         spec = op_spec(self.problem.op)
-        source = rendering(self.problem, self.config, spec, save_rstd=save_rstd)
+        source = rendering(self.problem, self.config, spec, save_rstd=save_rstd, nested=nested)
         constants = spec.constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)

@@ -60,12 +60,13 @@ class Session:
         silicon = self.silicon
         return Bench(self.spec, self.problem, self.device, silicon.l2_bytes, silicon.sms, self.seed, warm_up)
 
-    def variants(self, config: Config) -> list[Variant]:
-        """Every rendering that may be launched for `config`; the first is the one that is timed."""
+    def variants(self, config: Config, nested: tuple[str, ...] = ()) -> list[Variant]:
+        """Every rendering that may be launched for `config` where rows of the tensors `nested` lie at no common
+        distance; the first is the one that is timed."""
         constants = self.spec.constants(self.problem)
         return [
             Variant(source, config, constants, self.problem.accumulate, self.device, self.silicon.sms)
-            for source in renderings(self.problem, config, self.spec)
+            for source in renderings(self.problem, config, self.spec, nested)
         ]
 
     def screen(self, config: Config, resources: Resources | None) -> Trial:
@@ -131,7 +132,8 @@ class Session:
                 makes.append(_calls_of(partial(self.spec.torch_call, self.problem)))
             else:
                 variants = self.variants(trial.config)
-                if not self.verify(variants).ok:
+                others = [v for nested in self.spec.nestable(self.problem) for v in self.variants(trial.config, nested)]
+                if not self.verify([*variants, *others]).ok:
                     continue
                 trial = replace(trial, digest=combined_digest(self.problem, trial.config, self.spec))
                 makes.append(partial(_calls_of_variant, variants[0]))

@@ -222,9 +222,9 @@ class Conditions(NamedTuple):
 @dataclass(frozen=True)
 class Measurement:
     """GPU time of one candidate. Times in microseconds a call; `blocks` are the times of all blocks, `sentinel_blocks`
-    those of the sentinel measured in the same blocks; `score` is the median of their ratios (1.0 = as fast as the
-    sentinel). `rounds` are the scores of rounds with buffers of their own. Of each block, where it is known:
-    `conditions`, as a sensor tells them; `kept`, whether it counts (empty: all do); `round_of`, its round."""
+    those of the sentinel in the same blocks; `score` is the median of their ratios (1.0 = as fast as the sentinel).
+    `rounds` are the scores of rounds with buffers of their own. Of each block, where known: `conditions` by a sensor,
+    `kept` (does it count; empty: all do), `round_of`."""
 
     us: float
     score: float
@@ -279,19 +279,20 @@ class OpSpec:
 
     `tensors(problem)` names every tensor argument, as kernels do without their `_ptr`. `scalars(problem)` gives the
     run-time numbers, `constants(problem, offset)` the constexprs that do not come from the config, with the offset of
-    a call or the one that is tuned with. `flags(problem, config)` is one set of Jinja flags for each rendering that
-    the product may launch; the first one is timed. `bytes_moved` counts each input read once and each output written
-    once. `inputs(problem, device, seed)` draws the input tensors.
-    `expected(problem, inputs, dtype)` is the reference computed in that dtype. `torch_call(problem, inputs)` returns
-    torch's own form of the op as a function without arguments; `compiled_call(problem)` compiles the plain formula by
-    `torch.compile` and returns what makes such functions of inputs.
+    a call or the one that is tuned with. `nestable(problem)` lists which tensors may have nested rows (see `layouts`)
+    together; `flags(problem, config, nested)` is one set of Jinja flags for each rendering that may be launched for
+    such tensors; the first one without any is timed. `bytes_moved` counts each input read once, each output written
+    once. `inputs(problem, device, seed)` draws the inputs. `expected(problem, inputs, dtype)` is the reference computed
+    in that dtype. `torch_call(problem, inputs)` returns torch's own form of the op as a function without arguments;
+    `compiled_call(problem)` compiles the plain formula and returns what makes such functions of inputs.
     """
 
     name: str
     tensors: Callable[[Problem], dict[str, Tensor]]
     scalars: Callable[[Problem], dict[str, int | float]]
     constants: Callable[..., dict[str, int | float]]
-    flags: Callable[[Problem, Config], list[dict[str, Any]]]
+    nestable: Callable[[Problem], list[tuple[str, ...]]]
+    flags: Callable[..., list[dict[str, Any]]]
     bytes_moved: Callable[[Problem], int]
     inputs: Callable[..., dict[str, Any]]
     expected: Callable[..., dict[str, Any]]

@@ -24,8 +24,8 @@ FORWARD_ONLY = "forward only: no norm ran backward; for that call model.train() 
 @dataclass(frozen=True)
 class RecordedCall:
     """Calls of a step that are alike. `shape` and `strides` (in elements) are x's, `dy_strides` the gradient's in
-    backward. `copied` counts the tensors among x and dy whose rows lie at no common distance, so that the op copies
-    them first."""
+    backward. `copied` counts the tensors among x and dy that the op copies first, since no kernel reads them where
+    they lie."""
 
     problem: Problem
     count: int

@@ -126,21 +126,25 @@ def template_of(problem: Problem, config: Config) -> str:
     return config.family if config.family.endswith(SUFFIX) else f"{problem.direction}_{config.family}{SUFFIX}"
 
 
-def renderings(problem: Problem, config: Config, spec: OpSpec) -> list[KernelSource]:
-    """Every kernel file that may be launched for `config`; the first is the one that is timed. Raises RenderError."""
+def renderings(problem: Problem, config: Config, spec: OpSpec, nested: tuple[str, ...] = ()) -> list[KernelSource]:
+    """Every kernel file that may be launched for `config` where the rows of the tensors `nested` lie at no common
+    distance; the first is the one that is timed. Raises RenderError."""
     family = config.family
     template = family if family.endswith(SUFFIX) else f"{problem.direction}_{family}"
-    return [render(spec.name, template, flags) for flags in spec.flags(problem, config)]
+    return [render(spec.name, template, flags) for flags in spec.flags(problem, config, nested)]
 
 
-def rendering(problem: Problem, config: Config, spec: OpSpec, *, save_rstd: bool) -> KernelSource:
+def rendering(
+    problem: Problem, config: Config, spec: OpSpec, *, save_rstd: bool, nested: tuple[str, ...] = ()
+) -> KernelSource:
     """The one that is launched: forward with or without rstd saved for backward; backward has no choice."""
-    found = renderings(problem, config, spec)
+    found = renderings(problem, config, spec, nested)
     return next(source for source in found if source.flags.get("save_rstd", save_rstd) == save_rstd)
 
 
 def combined_digest(problem: Problem, config: Config, spec: OpSpec) -> str:
     """One digest over every rendering that may be launched for `config`: a change in any of them makes its timings
     stale."""
-    digests = " ".join(source.digest for source in renderings(problem, config, spec))
+    kinds = ((), spec.nestable(problem)[-1])  # the last has all that the others have
+    digests = " ".join(s.digest for nested in kinds for s in renderings(problem, config, spec, nested))
     return hashlib.sha256(digests.encode()).hexdigest()[:16]

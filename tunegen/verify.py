@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .launch import Argument, Variant
+from .layouts import nested_copy
 from .model import OpSpec, Problem, Scratch
 from .model import Tensor as Shape
 from .reference import DTYPES, Expected
@@ -213,7 +214,8 @@ def checks(problem: Problem, seed: int, reach: int) -> list[tuple[int, int]]:
 
 
 def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
-    """A Runner that launches `variant` with its workspace filled with NaN."""
+    """A Runner that launches `variant` with its workspace filled with NaN, on copies with nested rows of the tensors
+    that it expects so."""
 
     def poisoned(_: str, scratch: Scratch) -> Tensor:
         fill = 0.0 if scratch.zero else math.nan
@@ -221,7 +223,11 @@ def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
 
     def run(problem: Problem, tensors: Mapping[str, Tensor]) -> None:
         arguments: dict[str, Argument] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-        variant(problem.rows, {**arguments, **spec.scalars(problem)}, poisoned)
+        arguments |= spec.scalars(problem)
+        for name in variant.source.flags["nested"]:
+            rows = nested_copy(tensors[name])
+            arguments |= {f"{name}_ptr": rows.tensor, **rows.arguments(name)}
+        variant(problem.rows, arguments, poisoned)
 
     return run
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnknownNormError
+from ..layouts import is_copied
 from ..model import Problem
-from ..ops.rms_norm import is_copied
 from ..recorded import RecordedCall, Recording
 from ..reference import DTYPE_NAMES
 from .forwards import forward_of

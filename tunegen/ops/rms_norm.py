@@ -14,6 +14,7 @@ from .. import dispatch, paths, reference
 from ..dispatch import Choice, Key
 from ..errors import BuildError, CompileError, RenderError
 from ..launch import Argument
+from ..layouts import rows_of
 from ..model import CASTINGS, rows_bucket
 from ..reference import DTYPE_NAMES
 
@@ -147,37 +148,21 @@ def key_of(direction: str, x: Tensor, weight: Tensor | None, offset: float, cast
     )
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """(..., N) -> (M, N) with adjacent columns: a view where strides allow it, else a copy."""
-    hidden = tensor.shape[-1]
-    if tensor.stride(-1) != 1 and hidden > 1:
-        tensor = tensor.contiguous()
-    if tensor.dim() == 2:
-        return tensor
-    try:
-        return tensor.view(-1, hidden)
-    except RuntimeError:  # rows at no common distance, such as transposed heads
-        return tensor.contiguous().view(-1, hidden)
-
-
-def is_copied(tensor: Tensor) -> bool:
-    """Whether `as_rows` copies a tensor like this one; asked of one without memory."""
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return bool(as_rows(like).untyped_storage()._cdata != like.untyped_storage()._cdata)
-
-
 def _forward(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
 ) -> tuple[Tensor, Tensor | None]:
     """y, and rstd (M) if it is to be saved."""
-    rows = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty(rows.shape[0], dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
-    tensors = {"x_ptr": rows, "w_ptr": weight, "y_ptr": y, "rstd_ptr": rstd}
+    rstd = (
+        torch.empty(x.numel() // x.shape[-1], dtype=reference.accumulate_dtype(x), device=x.device)
+        if save_rstd
+        else None
+    )
+    tensors = {"x": x, "w": weight, "y": y, "rstd": rstd}
     if not _launch(key_of("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
         y = by_torch(x, weight, eps, offset, casting)
         if save_rstd:
-            wide = rows.to(reference.accumulate_dtype(x))
+            wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
             rstd = torch.rsqrt(wide.square().mean(-1) + eps)
     return y, rstd
 
@@ -195,14 +180,7 @@ def _backward(
     """dx, and dw if it is wanted."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
-    tensors = {
-        "x_ptr": as_rows(x),
-        "w_ptr": weight,
-        "dy_ptr": as_rows(dy),
-        "rstd_ptr": rstd,
-        "dx_ptr": dx,
-        "dw_ptr": dw,
-    }
+    tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw}
     if not _launch(key_of("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, dw
@@ -223,20 +201,26 @@ def backward_by_torch(
 def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
     choice."""
-    x = tensors["x_ptr"]
+    x, weight = tensors["x"], tensors["w"]
     assert x is not None
-    arguments: dict[str, Argument] = {name: t for name, t in tensors.items() if t is not None}
-    arguments |= {"M": x.shape[0], "eps": float(eps), "x_row_stride": x.stride(0)}
-    if (weight := tensors["w_ptr"]) is not None:
+    rows = x.numel() // x.shape[-1]
+    arguments: dict[str, Argument] = {f"{name}_ptr": t for name, t in tensors.items() if t is not None}
+    arguments |= {"M": rows, "eps": float(eps)}
+    if weight is not None:
         arguments["w_ptr"] = weight.contiguous()
-    if (dy := tensors.get("dy_ptr")) is not None:
-        arguments["dy_row_stride"] = dy.stride(0)
+    nested: tuple[str, ...] = ()
+    for name in ("x", "dy"):
+        if (tensor := tensors.get(name)) is not None:
+            lying = rows_of(tensor)
+            arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
+            if lying.nested is not None:
+                nested = (*nested, name)
     while True:
         choice: Choice = dispatch.choose(key)
-        if choice.config is None or (choice.saves_rstd and tensors["rstd_ptr"] is None):
+        if choice.config is None or (choice.saves_rstd and tensors["rstd"] is None):
             return False
         try:
-            choice.variant(save_rstd, offset)(x.shape[0], arguments)
+            choice.variant(save_rstd, offset, nested)(rows, arguments)
         except (CompileError, RenderError, BuildError) as error:
             dispatch.demote(key, choice, error)
         else:

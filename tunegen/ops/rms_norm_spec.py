@@ -56,7 +56,12 @@ def constants(problem: Problem, offset: float = OFFSET) -> dict[str, int | float
     return {"N": problem.hidden, **({"OFFSET": offset} if problem.offset else {})}
 
 
-def flags(problem: Problem, config: Config) -> list[dict[str, Any]]:
+def nestable(problem: Problem) -> list[tuple[str, ...]]:
+    """The tensors whose rows may lie at no common distance; the last entry is all of them."""
+    return [("x",)] if problem.direction == "forward" else [("dy",), ("x",), ("x", "dy")]
+
+
+def flags(problem: Problem, config: Config, nested: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Jinja flags of the renderings in use: forward without and with rstd saved for backward."""
     base: dict[str, Any] = {
         "weight": problem.weight_dtype is not None,
@@ -64,6 +69,7 @@ def flags(problem: Problem, config: Config) -> list[dict[str, Any]]:
         "offset": problem.offset,
         "acc": {"fp32": "tl.float32", "fp64": "tl.float64"}[problem.accumulate],
         "acc_name": problem.accumulate,
+        "nested": nested,
         **config.structure,
     }
     if problem.direction == "forward":
@@ -227,6 +233,7 @@ SPEC = OpSpec(
     tensors=tensors,
     scalars=scalars,
     constants=constants,
+    nestable=nestable,
     flags=flags,
     bytes_moved=bytes_moved,
     inputs=inputs,

@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/forward_persistent.py.jinja: edit the template, not this file.
-# acc=tl.float32 acc_name=fp32 casting=fp32 offset=False save_rstd=True weight=True
+# acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False save_rstd=True weight=True
 """Forward, persistent: a fixed number of programs walk over tiles of ROWS whole rows; the weight is loaded once a program and the
 next tiles are on their way while one is normalised."""
 

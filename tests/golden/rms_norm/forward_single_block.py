@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/forward_single_block.py.jinja: edit the template, not this file.
-# acc=tl.float32 acc_name=fp32 casting=fp32 offset=False save_rstd=True weight=True
+# acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False save_rstd=True weight=True
 """Forward, single block: a program normalises ROWS whole rows held in registers; every byte is read and written once."""
 
 import triton

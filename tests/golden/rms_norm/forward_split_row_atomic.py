@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/forward_split_row_atomic.py.jinja: edit the template, not this file.
-# acc=tl.float32 acc_name=fp32 casting=fp32 offset=False save_rstd=True weight=True
+# acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False save_rstd=True weight=True
 """Forward, split row with atomics: SPLITS programs a row add their sums of squares into one number, in any order; a second kernel
 scales. For few rows that are wide; the last bits differ from run to run."""
 

@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/forward_split_row_partials.py.jinja: edit the template, not this file.
-# acc=tl.float32 acc_name=fp32 casting=fp32 offset=False save_rstd=True weight=True
+# acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False save_rstd=True weight=True
 """Forward, split row without atomics: SPLITS programs (a power of two) a row each store their sum of squares; a second kernel adds
 them in a fixed order and scales. Deterministic."""
 

@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/forward_two_pass.py.jinja: edit the template, not this file.
-# acc=tl.float32 acc_name=fp32 casting=fp32 offset=False save_rstd=True weight=True
+# acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False save_rstd=True weight=True
 """Forward, two passes over a wide row: a program a row, CHUNK columns at a time. The first pass sums squares and asks L2 to keep
 the row, the second reads it again from there and lets it go."""
 
