@@ -42,7 +42,8 @@ STARTED = {("worker", "serving")}
 TORCH = (
     "layouts reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation ulps fused "
     "verify sensors bench evaluate serving integrations.recognition integrations.architectures "
-    "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching integrations.recording gates.checks "
+    "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching "
+    "integrations.recording gates.checks "
     "gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {

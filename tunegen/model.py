@@ -241,9 +241,8 @@ class Measurement:
 class Trial:
     """A candidate and what became of it.
 
-    In the finals `band` is the share by which the same kernel of this problem, measured twice, differs; `tied` says
-    whether the trial is within that of the best, and `gains` whether it beats both the built-in default and torch's own
-    op by more.
+    In the finals `band` is the share by which the same kernel of this problem, measured twice, differs; `tied`: is the
+    trial within that of the best; `gains`: does it beat both the built-in default and torch's own op by more.
     """
 
     problem: Problem
