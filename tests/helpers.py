@@ -14,7 +14,7 @@ from tunegen import dispatch, rms_norm
 from tunegen.model import Silicon
 
 OP_MODULE = sys.modules["tunegen.ops.rms_norm"]
-SMALL_GPU = Silicon("interpreter", 90, 4, 2**20, 0, 0, 227 * 1024)
+SMALL_GPU = Silicon("interpreter", 89, 4, 2**20, 0, 0, 227 * 1024)
 """Few multiprocessors, so that persistent kernels walk; an interpreted program takes a millisecond or so."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from kernel_cases import OP, SPEC, TEMPLATES, family_of, moderate, problems
 
-from tunegen.compile import compile_candidate
+from tunegen.compile import compile_candidate, launch_options, load, make_plan
 from tunegen.errors import CompileError
 from tunegen.layouts import rows_of
 from tunegen.model import Config, Problem, Silicon
+from tunegen.render import renderings
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
 
@@ -99,6 +100,20 @@ def test_an_odd_width_needs_fewer_registers_than_its_block() -> None:
     config = Config.of("single_block", {"BLOCK_SIZE": 8192, "ROWS": 1, "num_warps": 8})
     padded, whole = (compile_candidate(SPEC, p, config, silicon).registers for p in (replace(full, hidden=5120), full))
     assert padded < whole, "N is a constant: lanes beyond it must vanish"
+
+
+@pytest.mark.parametrize(("arch", "early"), [("sm_90", True), ("sm_89", False)])
+def test_second_kernel_starts_early_where_the_hardware_can(arch: str, early: bool) -> None:
+    """And waits for the first one, which lets it start: else it would add what is not there yet."""
+    silicon = of_arch(arch)
+    problem = Problem(OP, "backward", 4096, 16384, weight_grad=True)
+    config = load_space(OP).candidates(problem, silicon, "persistent_partials")[0]
+    source = renderings(problem, config, SPEC)[0]
+    first, second = make_plan(load(source), config, 4096, 16384, silicon.sms).launches
+    assert (first.pdl, second.pdl) == (False, early)
+    assert launch_options(second, config).get("launch_pdl", False) == early
+    ahead, behind = source.text.split("def sum_partials")
+    assert ("gdc_launch_dependents" in ahead, "gdc_wait" in behind) == (early, early)
 
 
 def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.interpreter
 
 CPU = torch.device("cpu")
 SMS = 4
-SILICON = Silicon("interpreter", 90, SMS, 2**20, 0, 0, 227 * 1024)
+SILICON = Silicon("interpreter", 89, SMS, 2**20, 0, 0, 227 * 1024)
 PROGRAMS = 80
 """In the largest grid of a case: a program takes about five milliseconds."""
 

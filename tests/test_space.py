@@ -399,7 +399,6 @@ KNOWN_GOOD = [  # measured on H200: rows, hidden, then ROWS, num_warps, PROGRAMS
     (8192, 8192, 1, 8, 1, 3),
     (4096, 12288, 1, 16, 1, 3),
     (4096, 16384, 1, 32, 1, 1),
-    (1024, 4096, 1, 4, 1, 3),
 ]
 
 
@@ -414,6 +413,24 @@ def test_known_good_backward_is_in_the_space_and_the_default(
         assert {c["RSTD"] for c in found} >= {"saved"}
     default = space.default(problem, H200)
     assert default in space.candidates(problem, H200, "persistent_partials", chosen)
+
+
+# measured on H200: rows, hidden, then COLS, DEPTH, num_warps; microseconds there, and of the best two launches
+@pytest.mark.parametrize(
+    ("rows", "hidden", "cols", "depth", "warps"),
+    [
+        (16, 4096, 32, 16, 4),  # 2.0, 3.5
+        (64, 4096, 32, 64, 4),  # 2.8, 5.2
+        (256, 8192, 32, 128, 8),  # 6.6, 10.2
+        (1024, 4096, 32, 128, 8),  # 10.6, 11.7
+    ],
+)
+def test_few_rows_take_one_launch_by_default(
+    space: SearchSpace, rows: int, hidden: int, cols: int, depth: int, warps: int
+) -> None:
+    chosen = {"ROWS": 1, "COLS": cols, "DEPTH": depth, "num_warps": warps}
+    default = space.default(backward(hidden, rows), H200)
+    assert default == space.candidates(backward(hidden, rows), H200, "side_by_side", chosen)[0]
 
 
 def test_known_good_forward_on_wide_rows_is_the_default(space: SearchSpace) -> None:
@@ -526,9 +543,8 @@ def test_both_persistent_backwards_have_the_same_constraints(space: SearchSpace)
     atomic, partials = (space.family("backward", f"persistent_{name}") for name in ("atomic", "partials"))
     assert atomic is not None
     assert partials is not None
-    texts = [rule.expression.text for rule in partials.constraints if "COLS" not in rule.expression.names]
+    texts = [rule.expression.text for rule in partials.constraints]
     assert texts == [rule.expression.text for rule in atomic.constraints]
-    assert len(texts) == len(partials.constraints) - 1
 
 
 def test_shared_memory_limits_the_stages(space: SearchSpace) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from . import paths
 from .compile import (
-    FIXED_OPTIONS,
     ArgumentClass,
     compile_launch,
     constexprs,
     first_line,
     integer_class,
+    launch_options,
     load,
     load_binary,
     make_plan,
@@ -172,8 +172,7 @@ class Variant:
             named = {name: values[name] for name in launch.kernel.arg_names}
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
-        options = {"num_warps": launch.num_warps or self.config.num_warps, "num_ctas": self.config.num_ctas}
-        launch.kernel[launch.grid](**named, **FIXED_OPTIONS, **options)
+        launch.kernel[launch.grid](**named, **launch_options(launch, self.config))
 
     def _ready(self, launch: Launch, bound: Mapping[str, Argument]) -> _Ready:
         """A launch with all that it takes; compiles and loads the kernel where that is new."""

@@ -68,12 +68,10 @@ class Problem:
 
     def label(self) -> str:
         """Short text for people, such as `forward 16384x4096 bf16`."""
-        words = [self.direction, f"{self.rows}x{self.hidden}", self.x_dtype, *self.contract()]
-        return " ".join(words)
+        return " ".join([self.direction, f"{self.rows}x{self.hidden}", self.x_dtype, *self.contract()])
 
     def contract(self) -> list[str]:
-        """What sets the problem apart from the usual one, in words: no more than people need to tell rows of a
-        table."""
+        """What sets the problem apart from the usual one, in as many words as tell rows of a table apart."""
         weight = "no weight" if self.weight_dtype is None else f"{self.weight_dtype} weight"
         return [
             *([weight] if self.weight_dtype != self.x_dtype else []),
@@ -143,12 +141,14 @@ class Scratch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan. `values` are further arguments, by name; `num_warps` overrides the config's."""
+    """One kernel of a plan. `values`: further arguments, by name; `num_warps` overrides the config's; with `pdl`
+    (programmatic dependent launch) it may start before the kernel ahead has ended, for which it then waits itself."""
 
     kernel: Any
     grid: tuple[int, ...]
     values: Mapping[str, int] = {}
     num_warps: int | None = None
+    pdl: bool = False
 
 
 class Plan(NamedTuple):
