@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kernel_cases import OP, SPEC, TEMPLATES, family_of, moderate, problems
+from kernel_cases import TEMPLATES, family_of, moderate, problems
 
 from tunegen.compile import compile_candidate
 from tunegen.errors import CompileError
 from tunegen.model import Config, Problem, Silicon
+from tunegen.ops import op_spec
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
 
@@ -39,7 +40,7 @@ def test_compiles_without_spills_for(template: str, arch: str) -> None:
     silicon = of_arch(arch)
     problem = first_problem(template, silicon)
     for config in moderate(problem, template, silicon):
-        found = compile_candidate(SPEC, problem, config, silicon)
+        found = compile_candidate(op_spec(problem.op), problem, config, silicon)
         assert found.registers is not None, "cuobjdump said nothing"
         assert 0 < found.registers <= 255
         assert found.spill_bytes == 0, config.label()
@@ -61,7 +62,7 @@ def test_every_contract_compiles(template: str, x: str, w: str, contract: dict[s
     silicon = of_arch("sm_90")
     problem = first_problem(template, silicon, x, w, **contract)
     for config in moderate(problem, template, silicon):
-        assert compile_candidate(SPEC, problem, config, silicon).registers
+        assert compile_candidate(op_spec(problem.op), problem, config, silicon).registers
 
 
 @pytest.mark.parametrize("template", [t for t in TEMPLATES if "BLOCK_SIZE" in family_of(t).parameters])
@@ -71,30 +72,32 @@ def test_a_block_narrower_than_the_row_does_not_compile(template: str) -> None:
     config = moderate(problem, template, silicon)[0]
     narrow = Config.of(config.family, {**dict(config.parameters), "BLOCK_SIZE": config.numbers["BLOCK_SIZE"] // 2})
     with pytest.raises(CompileError, match="row"):
-        compile_candidate(SPEC, problem, narrow, silicon)
+        compile_candidate(op_spec(problem.op), problem, narrow, silicon)
 
 
 def test_an_odd_width_needs_fewer_registers_than_its_block() -> None:
     silicon = of_arch("sm_90")
-    full = Problem(OP, "forward", 8192, 16384)
+    full = Problem("rms_norm", "forward", 8192, 16384)
     config = Config.of("single_block", {"BLOCK_SIZE": 8192, "ROWS": 1, "num_warps": 8})
-    padded, whole = (compile_candidate(SPEC, p, config, silicon).registers for p in (replace(full, hidden=5120), full))
+    padded, whole = (
+        compile_candidate(op_spec(p.op), p, config, silicon).registers for p in (replace(full, hidden=5120), full)
+    )
     assert padded < whole, "N is a constant: lanes beyond it must vanish"
 
 
 def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels of backward, by the driver of a machine with a GPU; the digest is that of their machine code."""
     silicon = of_arch("sm_90")
-    problem = first_problem("backward_persistent_partials", silicon)
+    problem = first_problem("rms_norm/backward_persistent_partials", silicon)
     family = load_space("rms_norm").candidates(problem, silicon, "persistent_partials")
     built: list[str] = []
     active = SimpleNamespace(launcher_cls=lambda source, metadata: built.append(metadata.name))
     monkeypatch.setattr("triton.runtime.driver._active", active)
-    first, second = (compile_candidate(SPEC, problem, config, silicon) for config in family[:2])
+    first, second = (compile_candidate(op_spec(problem.op), problem, config, silicon) for config in family[:2])
     assert built == ["backward_persistent_partials", "sum_partials"] * 2
     assert len(first.binary) == 64
     assert first.binary != second.binary
-    assert compile_candidate(SPEC, problem, family[0], silicon) == first
+    assert compile_candidate(op_spec(problem.op), problem, family[0], silicon) == first
 
 
 @pytest.mark.timeout(900)

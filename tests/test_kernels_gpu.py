@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
-    SPACE,
-    SPEC,
     TEMPLATES,
     carried,
     check,
@@ -23,6 +21,7 @@ from kernel_cases import (
     outputs,
     placed_runner,
     problems,
+    space_of,
     spread,
     variants,
 )
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from tunegen.launch import Variant
 from tunegen.model import Config, Problem, Silicon
+from tunegen.ops import op_spec
 from tunegen.pool import compile_candidate
 from tunegen.reference import DTYPES
 from tunegen.silicon import query
@@ -154,7 +154,7 @@ def test_h04_widths_that_no_vector_divides(template: str, hidden: int) -> None:
 
 @pytest.mark.parametrize(
     ("apart", "shift"),
-    [({"x": 3, "dy": 5}, 1), ({"x": 24, "dy": 8}, 0)],
+    [({"x": 3, "dy": 5, "residual": 7, "dsum": 1}, 1), ({"x": 24, "dy": 8, "residual": 40, "dsum": 16}, 0)],
     ids=["nothing_aligned", "strides_of_16"],
 )
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -165,17 +165,18 @@ def test_strides_and_alignment(template: str, apart: dict[str, int], shift: int)
 
 
 def last_row_case(problem: Problem, spaced: bool) -> dict[str, Tensor]:
-    """In the last row x is 1 and dy alternates between 1 and -0.5, elsewhere both are 0; the weight is 1, outputs NaN.
+    """In the last row x is 1 and dy alternates between 1 and -0.5, elsewhere both are 0, as are residual and dsum; the
+    weight is 1, outputs NaN.
 
     `spaced`: two rows that lie 2^31 elements apart.
     """
-    shapes = SPEC.tensors(problem)
+    shapes = op_spec(problem.op).tensors(problem)
     tensors = {
         name: torch.full(shape.shape, torch.nan, dtype=DTYPES[shape.dtype], device=GPU)
         for name, shape in shapes.items()
         if shape.role == "output"
     }
-    for name in ("x", "dy"):
+    for name in ("x", "dy", "residual", "dsum"):
         if name in shapes:
             size = 2**31 + problem.hidden if spaced else problem.rows * problem.hidden
             flat = torch.zeros(size, dtype=DTYPES[problem.x_dtype], device=GPU)
@@ -192,7 +193,7 @@ def last_row_case(problem: Problem, spaced: bool) -> dict[str, Tensor]:
 
 def run_last_row(problem: Problem, variant: Variant, spaced: bool) -> None:
     tensors = last_row_case(problem, spaced)
-    scalars = SPEC.scalars(problem)
+    scalars = op_spec(problem.op).scalars(problem)
     if spaced:
         scalars |= {name: 2**31 for name in scalars if name.endswith("_row_stride")}
     variant(problem.rows, {**{f"{name}_ptr": tensor for name, tensor in tensors.items()}, **scalars})
@@ -227,7 +228,7 @@ def test_h06_more_elements_than_int32_counts(template: str, shape: tuple[int, in
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_h06_a_stride_that_int32_does_not_hold(template: str) -> None:
-    need_memory(10)
+    need_memory(14)
     for problem, config in carried_cases(template, 2, 128, "bf16"):
         run_last_row(problem, list(variants(problem, config, GPU, silicon().sms))[-1], spaced=True)
 
@@ -235,15 +236,16 @@ def test_h06_a_stride_that_int32_does_not_hold(template: str) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_deterministic_policy_repeats_its_bits(template: str) -> None:
     for problem, config in home_cases(template, "bf16", "fp32", "fp32", False):
-        if family_of(template) not in SPACE.families(replace(problem, policy="deterministic"), silicon()):
+        if family_of(template) not in space_of(problem).families(replace(problem, policy="deterministic"), silicon()):
             pytest.skip(f"{template} is not offered under the deterministic policy")
-        given = SPEC.inputs(problem, GPU, seed=0)
+        spec = op_spec(problem.op)
+        given = spec.inputs(problem, GPU, seed=0)
         variant = list(variants(problem, config, GPU, silicon().sms))[-1]
         results = []
         for _ in range(10):
-            shapes = {name: SPEC.tensors(problem)[name] for name in outputs(problem, variant)}
+            shapes = {name: spec.tensors(problem)[name] for name in outputs(problem, variant)}
             made = {n: torch.full(t.shape, torch.nan, dtype=DTYPES[t.dtype], device=GPU) for n, t in shapes.items()}
-            variant_runner(SPEC, variant)(problem, {**given, **made})
+            variant_runner(spec, variant)(problem, {**given, **made})
             results.append(made)
         for name, first in results[0].items():
             assert not first.isnan().any()

@@ -125,7 +125,8 @@ def explain(x: Tensor, weight: Tensor | None = None, *, offset: float = 0.0, cas
 
     Args and errors are those of `tunegen.rms_norm`. Nothing is computed, compiled or remembered.
     """
-    from .ops.rms_norm import check, has_kernels, key_of, no_kernels_because
+    from .ops.arguments import check
+    from .ops.rms_norm import has_kernels, key_of, no_kernels_because
 
     check(x, weight, 1e-6, offset, casting)
     weight_grad = weight is not None and weight.requires_grad

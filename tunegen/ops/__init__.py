@@ -6,7 +6,7 @@ from importlib import import_module
 
 from ..model import OpSpec
 
-OPS = {"rms_norm": ".rms_norm_spec"}
+OPS = {"rms_norm": ".rms_norm_spec", "add_rms_norm": ".add_rms_norm_spec"}
 
 
 def op_spec(name: str) -> OpSpec:
