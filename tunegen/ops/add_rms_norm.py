@@ -57,9 +57,6 @@ def add_rms_norm(
     contract = Contract(eps, offset, casting, sum_in_fp32)
     if out is not None:
         return _into(out, x, residual, weight, contract)
-    if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
-        return by_torch(x, residual, weight, contract)
-    _check(x, residual, weight, contract)
     return _call(x, residual, weight, contract)
 
 
@@ -93,6 +90,9 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contrac
 
 
 def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
+    if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+        return by_torch(x, residual, weight, contract)
+    _check(x, residual, weight, contract)
     if not norm.has_kernels(x, weight, residual):
         return by_torch(x, residual, weight, contract)
     weight_grad = weight is not None and weight.requires_grad
@@ -127,7 +127,7 @@ def _into(
         if norm.has_kernels(x, weight, residual, *out) and all(t.is_contiguous() for t in out):
             _forward(x, residual, weight, contract, save_rstd=False, out=out)
             return written(out[0]), written(out[1])
-    y, total = by_torch(x, residual, weight, contract)
+    y, total = _call(x, residual, weight, contract)
     return out[0].copy_(y), out[1].copy_(total)
 
 
@@ -183,6 +183,8 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.contract = contract
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
         ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
+            ctx.mark_non_differentiable(total)
         return y, total
 
     @staticmethod

@@ -82,7 +82,7 @@ def _into(out: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: flo
         if has_kernels(x, weight, out) and out.is_contiguous():
             _forward(x, weight, eps, offset, casting, save_rstd=False, out=out)
             return written(out)
-    return out.copy_(by_torch(x, weight, eps, offset, casting))
+    return out.copy_(_call(x, weight, eps, offset, casting))
 
 
 def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
