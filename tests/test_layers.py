@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
     "records": "errors paths spending model",
-    "inputs": "recorded silicon expressions entries space reference ops.rms_norm_spec ops.add_rms_norm_spec ops",
+    "inputs": "silicon expressions entries space reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded",
     "making": "render migrations records liveness store sampler",
     "running": (
         "compile launch lookup dispatch ops.arguments ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation"

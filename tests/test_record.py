@@ -234,7 +234,11 @@ def test_unwritable_place_is_named_and_nothing_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"problem": {"op": "layer_norm"}}, "call 1: op must be one of rms_norm, got 'layer_norm'"),
+        ({"problem": {"op": "layer_norm"}}, "call 1: op must be one of rms_norm, add_rms_norm, got 'layer_norm'"),
+        (
+            {"problem": {"sum_in_fp32": True}},
+            "call 1: sum_in_fp32 is true, but only the forward direction of add_rms_norm",
+        ),
         ({"problem": {"direction": "sideways"}}, "direction must be one of forward, backward"),
         ({"problem": {"hidden": 0}}, "hidden must be an integer of at least 1, got 0"),
         ({"problem": {"hidden": 2**31}}, "hidden must be .* at most 2147483647, got 2147483648"),

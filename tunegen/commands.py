@@ -160,6 +160,7 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> di
     )
     ranked = [
         {
+            "op": t.problem.op,
             "direction": t.problem.direction,
             "rows": t.problem.rows,
             "hidden": t.problem.hidden,

@@ -143,6 +143,11 @@ def by_torch(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contr
     return norm.by_torch(total, weight, eps, offset, casting), total.contiguous()
 
 
+def reads_another_sum(x: Tensor, sum_in_fp32: bool) -> bool:
+    """Whether the norm reads another sum than the one that is returned: only 16-bit x rounds it."""
+    return sum_in_fp32 and x.element_size() == 2
+
+
 def _forward(
     x: Tensor,
     residual: Tensor,
@@ -164,7 +169,7 @@ def _forward(
         "sum_ptr": total,
         "rstd_ptr": rstd,
     }
-    apart = sum_in_fp32 and x.element_size() == 2  # elsewhere the sum is in the accumulation dtype either way
+    apart = reads_another_sum(x, sum_in_fp32)
     key = norm.key_of("forward", x, weight, offset, casting, False, norm.ADD_RMS_NORM, apart)
     if not norm.launch(key, tensors, eps, offset, save_rstd):
         found = by_torch(x, residual, weight, contract)
