@@ -15,7 +15,7 @@ from kernel_cases import TEMPLATES, family_of, moderate, problems
 from tunegen.compile import compile_candidate
 from tunegen.errors import CompileError
 from tunegen.model import Config, Problem, Silicon
-from tunegen.ops import op_spec
+from tunegen.ops import OPS, op_spec
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
 
@@ -83,6 +83,19 @@ def test_an_odd_width_needs_fewer_registers_than_its_block() -> None:
         compile_candidate(op_spec(p.op), p, config, silicon).registers for p in (replace(full, hidden=5120), full)
     )
     assert padded < whole, "N is a constant: lanes beyond it must vanish"
+
+
+@pytest.mark.parametrize("hidden", [4096, 5120])
+@pytest.mark.parametrize("op", OPS)
+def test_what_runs_untuned_does_not_spill_at_the_usual_widths(op: str, hidden: int) -> None:
+    silicon, space, spec = of_arch("sm_90"), load_space(op), op_spec(op)
+    for rows in (64, 1024, 16384):
+        forward = Problem(op, "forward", hidden, rows)
+        backward = replace(forward, direction="backward")
+        for problem in (forward, backward, replace(backward, weight_grad=True)):
+            default = space.default(problem, silicon)
+            assert default is not None
+            assert compile_candidate(spec, problem, default, silicon).spill_bytes == 0, default.label()
 
 
 def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
