@@ -25,8 +25,8 @@ LAYERS = {
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
-        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching "
-        "integrations.recording"
+        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.fusion "
+        "integrations.patching integrations.recording"
     ),
     "gates": (
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
@@ -45,7 +45,8 @@ TORCH = (
     "reference ops.rms_norm_spec ops.add_rms_norm_spec launch dispatch ops.arguments ops.rms_norm ops.add_rms_norm "
     "ops.rms_norm_module explanation verify sensors bench "
     "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
-    "integrations.hub_kernels integrations.forwards integrations.patching integrations.recording gates.checks "
+    "integrations.hub_kernels integrations.forwards integrations.fusion integrations.patching "
+    "integrations.recording gates.checks "
     "gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {
