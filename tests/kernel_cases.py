@@ -143,6 +143,19 @@ def check(problem: Problem, variant: Variant, gate: Gate, runner: Runner | None 
     return verdict
 
 
+def in_place_runner(variant: Variant) -> Runner:
+    """Runs a forward variant of add_rms_norm with y over x and the sum over residual."""
+
+    def run(problem: Problem, tensors: Mapping[str, Tensor]) -> None:
+        over = {"y": tensors["x"].clone(), "sum": tensors["residual"].clone()}
+        inputs = {**tensors, **over, "x": over["y"], "residual": over["sum"]}
+        variant_runner(op_spec(problem.op), variant)(problem, inputs)
+        for name, written in over.items():
+            tensors[name].copy_(written)
+
+    return run
+
+
 def placed_runner(variant: Variant, apart: Mapping[str, int], shift: int = 0) -> Runner:
     """Runs a variant on copies of its tensors that lie `shift` elements behind an aligned address; the rows of
     inputs are `apart` elements further apart than N, with NaN between them."""

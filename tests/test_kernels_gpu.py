@@ -17,10 +17,12 @@ from kernel_cases import (
     check,
     family_of,
     gate_of,
+    in_place_runner,
     moderate,
     outputs,
     placed_runner,
     problems,
+    rounds_twice,
     space_of,
     spread,
     variants,
@@ -162,6 +164,23 @@ def test_strides_and_alignment(template: str, apart: dict[str, int], shift: int)
     for problem, config in carried_cases(template, 37, 1000, "bf16"):
         variant = list(variants(problem, config, GPU, silicon().sms))[-1]
         check(problem, variant, gate_of(problem, GPU, ALLOWANCE), placed_runner(variant, apart, shift))
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_outputs_may_lie_over_the_inputs(template: str) -> None:
+    for home, config in carried_cases(template, 37, 5120, "bf16"):
+        for problem in (home, replace(home, sum_in_fp32=True)):
+            gate = gate_of(problem, GPU, ALLOWANCE)
+            for variant in variants(problem, config, GPU, silicon().sms):
+                for _ in range(20):  # the damage would be a race
+                    check(problem, variant, gate, in_place_runner(variant))
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_the_sum_in_fp32(template: str) -> None:
+    for home, config in carried_cases(template, 1000, 769, "bf16"):
+        problem = replace(home, sum_in_fp32=True)
+        check_cases([(problem, config)])
 
 
 def last_row_case(problem: Problem, spaced: bool) -> dict[str, Tensor]:

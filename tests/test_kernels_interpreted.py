@@ -14,6 +14,7 @@ from kernel_cases import (
     evenly,
     family_of,
     gate_of,
+    in_place_runner,
     placed_runner,
     problems,
     programs,
@@ -112,6 +113,17 @@ def test_rows_further_apart_than_n(template: str, shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
 def test_the_sum_in_fp32(template: str, shape: tuple[int, int], x: str, casting: str) -> None:
     check_all(template, shape, x, x, count=2, casting=casting, sum_in_fp32=True)
+
+
+@pytest.mark.parametrize("sum_in_fp32", [False, True])
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_outputs_may_lie_over_the_inputs(template: str, sum_in_fp32: bool) -> None:
+    for home in problems(template, *HOME, "fp16", "fp16", SILICON, sum_in_fp32=sum_in_fp32):
+        problem = replace(home, rows=5, hidden=2500)
+        gate = gate_of(problem, CPU, ALLOWANCE)
+        for config in configs(template, problem, 2):
+            for variant in variants(problem, config, CPU, SMS):
+                check(problem, variant, gate, in_place_runner(variant))
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

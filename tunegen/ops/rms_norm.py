@@ -19,6 +19,7 @@ from .arguments import check, check_out, written
 ADD_RMS_NORM = "add_rms_norm"
 """The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+STRIDES = tuple((f"{name}_ptr", f"{name}_row_stride") for name in ("dy", "residual", "dsum"))
 
 
 def rms_norm(
@@ -96,11 +97,13 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
 def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
     functorch transforms and forward-mode differentiation."""
+    for other in others:  # a generator would cost as much as all the rest
+        if other is not None and type(other) not in PLAIN_TENSORS:
+            return False
     return (
         x.is_cuda
         and x.numel() > 0
         and type(x) in PLAIN_TENSORS
-        and all(t is None or type(t) in PLAIN_TENSORS for t in others)
         and torch.version.hip is None
         and not paths.disabled()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -254,9 +257,9 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
     arguments |= {"M": x.shape[0], "eps": float(eps), "x_row_stride": x.stride(0)}
     if (weight := tensors["w_ptr"]) is not None:
         arguments["w_ptr"] = weight.contiguous()
-    for name in ("dy", "residual", "dsum"):
-        if (rows := tensors.get(f"{name}_ptr")) is not None:
-            arguments[f"{name}_row_stride"] = rows.stride(0)
+    for name, stride in STRIDES:
+        if (rows := tensors.get(name)) is not None:
+            arguments[stride] = rows.stride(0)
     while True:
         choice: Choice = dispatch.choose(key)
         if choice.config is None or (choice.saves_rstd and tensors["rstd_ptr"] is None):
