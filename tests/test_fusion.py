@@ -152,6 +152,25 @@ def test_copies_checkpoints_and_pickles_of_a_fused_model(calls):
         assert close(grads[name], want, torch.float32), name
 
 
+def test_a_layer_that_gets_another_class_later_is_checkpointed_all_the_same(calls):
+    """As FSDP2 does; transformers checkpoints around the forward of the class that a layer has when it runs."""
+    model = tiny("qwen3").train()
+    _, want = gradients(model)
+    tunegen.patch(model, fuse_residual=True)
+    for layer in model.model.layers:
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = lambda function, *args: torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False
+        )
+    model.model.gradient_checkpointing = True
+    calls.clear()
+    _, grads = gradients(model)
+    assert len(calls) == 4
+    for name, right in want.items():
+        assert close(grads[name], right, torch.float32), name
+
+
 def test_inside_torch_compile():
     model = tiny("qwen2").eval()
     logits = model(tokens()).logits

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnknownNormError
-from .forwards import OURS, SLOTS
+from .forwards import OURS, SLOTS, forward_of, own_forward
 
 BLOCKS = ("body", "orelse", "finalbody")
 TAKES_RESIDUAL = "_tunegen_takes_residual"
@@ -52,9 +52,9 @@ class Step(NamedTuple):
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
     """`norm` of x + residual, and that sum. In one call where the norm still is a patched one: others may have
-    replaced its forward since. Traced, the two steps are left for Inductor to fuse."""
+    replaced its forward since."""
     here = next((vars(norm)[slot] for slot in SLOTS if slot in vars(norm)), None)
-    if torch.compiler.is_compiling() or not getattr(getattr(here, "__func__", None), TAKES_RESIDUAL, False):
+    if not getattr(getattr(here, "__func__", None), TAKES_RESIDUAL, False):
         total = residual + x
         return norm(total), total
     y, total = norm(x, residual)
@@ -64,6 +64,41 @@ def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Te
 def is_layer(module: nn.Module) -> bool:
     """Whether it looks like one whose residual stream goes through norms: two blocks at least lie beside them."""
     return sum(any(True for _ in child.children()) for child in module.children()) >= 2
+
+
+def fuse(layer: nn.Module, norms: frozenset[str]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The forward for a layer whose attributes `norms` hold norms that take a residual, and those that it hands one to.
+
+    Raises UnknownNormError as `fused`.
+    """
+    original = forward_of(layer)
+    _, attributes = fused(original, norms)
+    return _by_class(None if original is own_forward(type(layer)) else original, norms), attributes
+
+
+@functools.lru_cache(maxsize=256)
+def _by_class(own: Callable[..., Any] | None, norms: frozenset[str]) -> Callable[..., Any]:
+    """A forward that runs the fused form of `own`, by default of what the class of the layer computes: FSDP2 gives a
+    module another class later, around whose forward transformers checkpoints."""
+    known: dict[type, Callable[..., Any]] = {}
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        cls = type(self)
+        if torch.compiler.is_compiling():  # traced, the steps are left for Inductor to fuse
+            return (own or cls.forward)(self, *args, **named)
+        if cls not in known:
+            known[cls] = _fused_or_own(own or own_forward(cls), norms)
+        return known[cls](self, *args, **named)
+
+    OURS[forward] = own or nn.Module.forward
+    return forward
+
+
+def _fused_or_own(original: Callable[..., Any], norms: frozenset[str]) -> Callable[..., Any]:
+    try:
+        return fused(original, norms)[0]
+    except UnknownNormError:
+        return original
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,7 +122,6 @@ def fused(forward: Callable[..., Any], norms: frozenset[str]) -> tuple[Callable[
     if strangers := {step.owner for step in found} - {definition.args.args[0].arg if definition.args.args else ""}:
         raise UnknownNormError(f"its forward calls a norm of {', '.join(strangers)}, which is not the layer")
     result = _wrapped_again(forward, inner, _made(definition, inner))
-    OURS[result] = forward
     return result, tuple(dict.fromkeys(step.norm for step in found))
 
 

@@ -20,7 +20,7 @@ from ..ops.rms_norm import rms_norm
 from .architectures import instance_of, modeling, norm_classes
 from .eager_backward import rms_norm_eager_backward
 from .forwards import ORIGINAL, OURS, forward_of, own_forward, put_on_class, put_on_module, restore
-from .fusion import TAKES_RESIDUAL, fused, is_layer
+from .fusion import TAKES_RESIDUAL, fuse, is_layer
 from .hub_kernels import register
 from .patch_report import Fused, Left, PatchReport, Replaced
 from .recognition import Contract, Reader, is_candidate, recognised
@@ -180,7 +180,7 @@ def _fuse_layers(model: nn.Module, patched: set[nn.Module]) -> tuple[tuple[Fused
         if not norms or not is_layer(layer):
             continue
         try:
-            forward, attributes = fused(forward_of(layer), norms)
+            forward, attributes = fuse(layer, norms)
         except UnknownNormError as error:
             left.append(Left(name, type(layer).__name__, str(error)))
             continue
