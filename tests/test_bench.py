@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from tunegen.bench import (
     FIRST_BLOCKS,
@@ -18,7 +19,10 @@ from tunegen.bench import (
     steady_blocks,
     summarize,
 )
-from tunegen.model import Conditions
+from tunegen.launch import Variant
+from tunegen.model import Conditions, Config, Problem
+from tunegen.ops import OPS, op_spec, row_tensors
+from tunegen.render import render
 
 
 def test_all_blocks_are_kept_while_the_sentinel_is_steady():
@@ -155,3 +159,30 @@ def test_every_candidate_is_first_and_last_as_often_as_any_other(count):
     orders = [rotated(count, block) for block in range(2 * count)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert Counter(o[0] for o in orders) == Counter(o[-1] for o in orders) == dict.fromkeys(range(count), 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_streams_are_the_bytes_that_count(op, direction):
+    """What the sentinel moves, and what bytes a second are computed from."""
+    problem = Problem(op, direction, 4096, 64, weight_grad=direction == "backward")
+    spec = op_spec(op)
+    reads, writes = row_tensors(spec, problem)
+    assert spec.bytes_moved(problem) == (len(reads) + len(writes)) * 64 * 4096 * 2
+    assert all(spec.tensors(problem)[name].role == "output" for name in writes)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_sentinel_reads_and_writes_every_element(op, direction):
+    problem = Problem(op, direction, 100, 21, "fp32", "fp32")
+    reads, writes = row_tensors(op_spec(op), problem)
+    source = render("sentinel", "streams", {"reads": tuple(reads), "writes": tuple(writes)})
+    config, cpu = Config.of("streams", {"BLOCK_SIZE": 512, "num_warps": 4}), torch.device("cpu")
+    streams = Variant(source, config, {"N": 100}, "fp32", cpu, 4)
+    given = {name: torch.randn(21, 100) for name in reads}
+    made = {name: torch.full((21, 100), torch.nan) for name in writes}
+    streams(21, {f"{name}_ptr": tensor for name, tensor in (given | made).items()})
+    for name in writes:
+        assert torch.equal(made[name], sum(given[n] for n in reads)), name

@@ -97,7 +97,7 @@ def test_powers_of_two_are_exact(place):
     powers = torch.exp2(torch.arange(-900, 1000, dtype=torch.float64))
     want = torch.stack([powers.nextafter(torch.zeros(())), powers, powers.nextafter(torch.full((), math.inf))])
     want = want.to(place.device)
-    assert_alike((want * (1 + 2.0**-50)), Expected(want, None, torch.zeros((), dtype=torch.float64)), "fp64")
+    assert_alike((want * (1 + 2.0**-50)), Expected(want, None, want.new_zeros(())), "fp64")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -15,16 +15,20 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
     "records": "errors paths spending model",
-    "inputs": "recorded silicon expressions entries space layouts reference ops.rms_norm_spec ops",
+    "inputs": (
+        "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
+    ),
     "making": "render migrations records liveness store sampler",
-    "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",
+    "running": (
+        "compile launch lookup dispatch ops.arguments ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation"
+    ),
     "judging": "ulps fused verify sensors ties bench estimate",
     "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
-        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching "
-        "integrations.recording"
+        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.fusion "
+        "integrations.patching integrations.recording"
     ),
     "gates": (
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
@@ -40,9 +44,10 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "layouts reference ops.rms_norm_spec launch dispatch ops.rms_norm ops.rms_norm_module explanation ulps fused "
-    "verify sensors bench evaluate serving integrations.recognition integrations.architectures "
-    "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching "
+    "layouts reference ops.rms_norm_spec ops.add_rms_norm_spec launch dispatch ops.arguments ops.rms_norm "
+    "ops.add_rms_norm ops.rms_norm_module explanation ulps fused verify sensors bench "
+    "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
+    "integrations.hub_kernels integrations.forwards integrations.fusion integrations.patching "
     "integrations.recording gates.checks "
     "gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )

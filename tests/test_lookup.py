@@ -35,6 +35,7 @@ OTHER = {
     "offset": True,
     "weight_grad": True,
     "residual": True,
+    "sum_in_fp32": True,
     "layout": "strided",
     "policy": "deterministic",
     "regime": "warm",

@@ -38,6 +38,7 @@ OTHER = {
     "offset": True,
     "weight_grad": True,
     "residual": True,
+    "sum_in_fp32": True,
     "layout": "strided",
     "policy": "deterministic",
     "regime": "warm",
@@ -173,6 +174,7 @@ def test_database_of_the_first_schema_is_brought_up_to_date(tmp_path):
     with Store.open(path) as opened:
         (winner,) = opened.winners()
         assert (winner["us"], winner["tied"], winner["gains"], winner["tie"]) == (8.0, None, None, 0)
+        assert winner["sum_in_fp32"] == 0
         add(opened, begin(opened), final(7.0, True))
         assert [row["us"] for row in opened.trials()] == [8.0, 7.0]
         assert opened._connection.execute("SELECT round, kept FROM samples WHERE us = 8").fetchall() == [(None, 1)]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .launch import Argument, Variant
 from .model import Conditions, Config, Measurement, OpSpec, Problem, Scratch
+from .ops import row_tensors
 from .reference import DTYPES
 from .render import render
 from .sensors import sensor_of
@@ -103,21 +104,23 @@ class Bench:
         return found
 
     def _sentinel(self) -> Timed:
-        """Forward: the faster of `copy_` and a Triton copy; backward: an addition, two reads and a write."""
+        """What reads and writes the op's tensors of whole rows: of one each the faster of `copy_` and a Triton copy, of
+        two that are read and one torch's addition, else a kernel of so many streams."""
         tensors, rows = self.tensors, self.problem.rows  # kept in place of self: a cycle would outlive the problem
-        if self.problem.direction == "backward":
-            return self.capture(lambda i: torch.add(tensors[i]["x"], tensors[i]["dy"], out=tensors[i]["dx"]))
-        config = Config.of("copy", {"BLOCK_SIZE": 4096, "num_warps": 8})
+        reads, writes = row_tensors(self.spec, self.problem)
+        if (len(reads), len(writes)) == (2, 1):
+            (a, b), (c,) = reads, writes
+            return self.capture(lambda i: torch.add(tensors[i][a], tensors[i][b], out=tensors[i][c]))
+        config = Config.of("streams", {"BLOCK_SIZE": 4096, "num_warps": 8})
+        source = render("sentinel", "streams", {"reads": tuple(reads), "writes": tuple(writes)})
         constants = {"N": self.problem.hidden}
-        copy = Variant(
-            render("sentinel", "forward_copy", {}), config, constants, self.problem.accumulate, self.device, self.sms
-        )
+        streams = Variant(source, config, constants, self.problem.accumulate, self.device, self.sms)
         with torch.cuda.stream(self.stream):
-            copies = [copy.bind(rows, {f"{n}_ptr": own[n] for n in ("x", "y")}) for own in tensors]
-        graphs = [
-            self.capture(lambda i: tensors[i]["y"].copy_(tensors[i]["x"])),
-            self.capture(lambda i: copies[i]()),
-        ]
+            bound = [streams.bind(rows, {f"{n}_ptr": own[n] for n in (*reads, *writes)}) for own in tensors]
+        ours = self.capture(lambda i: bound[i]())
+        if (len(reads), len(writes)) != (1, 1):
+            return ours
+        graphs = [self.capture(lambda i: tensors[i][writes[0]].copy_(tensors[i][reads[0]])), ours]
         times = self.time(graphs, 5)
         return graphs[0] if statistics.median(times[0]) <= statistics.median(times[1]) else graphs[1]
 

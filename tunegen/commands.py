@@ -160,6 +160,7 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> di
     )
     ranked = [
         {
+            "op": t.problem.op,
             "direction": t.problem.direction,
             "rows": t.problem.rows,
             "hidden": t.problem.hidden,
@@ -213,7 +214,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 def _problem(row: dict[str, Any]) -> Problem:
     """The problem of a row of the database."""
     values = {field.name: row[field.name] for field in fields(Problem)}
-    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual")}
+    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual", "sum_in_fp32")}
     return Problem(**{**values, "weight_dtype": row["weight_dtype"] or None})
 
 

@@ -40,6 +40,7 @@ class Key(NamedTuple):
     offset: bool
     weight_grad: bool
     device: int
+    sum_in_fp32: bool = False
 
     def problem(self) -> Problem:
         """The same as the database knows it."""
@@ -54,6 +55,7 @@ class Key(NamedTuple):
             casting=self.casting,
             offset=self.offset,
             weight_grad=self.weight_grad,
+            sum_in_fp32=self.sum_in_fp32,
         )
 
 

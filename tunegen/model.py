@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 CASTINGS = ("fp32", "llama")
 DIRECTIONS = ("forward", "backward")
+RMS_NORM = "rms_norm"
+"""The op that is meant where none is named."""
 TORCH_FAMILY = "torch"
 """The family of torch's own op, which competes with the templates."""
 PROTOCOL = 2
@@ -39,7 +42,8 @@ class Problem:
 
     `hidden` is N, the normalised width, `rows` is M, the product of all other sizes. `weight_dtype` is None without a
     weight. `offset` says whether something is added to the weight (Gemma), not how much. `weight_grad` is False in
-    the forward direction and where the weight is frozen or absent.
+    the forward direction and where the weight is frozen or absent. `sum_in_fp32` says of add_rms_norm, forward, 16-bit
+    x, whether the norm reads x + residual before it is rounded.
     """
 
     op: str
@@ -52,6 +56,7 @@ class Problem:
     offset: bool = False
     weight_grad: bool = False
     residual: bool = False
+    sum_in_fp32: bool = False
     layout: str = "contiguous"
     policy: str = "fastest"
     regime: str = "cold_graph"
@@ -74,9 +79,11 @@ class Problem:
         """What sets the problem apart from the usual one, in as many words as tell rows of a table apart."""
         weight = "no weight" if self.weight_dtype is None else f"{self.weight_dtype} weight"
         return [
+            *([self.op] if self.op != RMS_NORM else []),
             *([weight] if self.weight_dtype != self.x_dtype else []),
             *([self.casting] if self.casting != "fp32" else []),
             *(["offset"] if self.offset else []),
+            *(["sum in fp32"] if self.sum_in_fp32 else []),
             *(["dx only"] if self.direction == "backward" and not self.weight_grad else []),
         ]
 
@@ -159,13 +166,7 @@ class Plan(NamedTuple):
 
     def scratch_bytes(self) -> int:
         """Bytes of workspace one call needs."""
-        total = 0
-        for item in self.scratch.values():
-            size = DTYPE_BYTES[item.dtype]
-            for extent in item.shape:
-                size *= extent
-            total += size
-        return total
+        return sum(DTYPE_BYTES[item.dtype] * math.prod(item.shape) for item in self.scratch.values())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,14 +14,23 @@ from ..dispatch import Choice, Key
 from ..errors import BuildError, CompileError, RenderError
 from ..launch import Argument
 from ..layouts import rows_of
-from ..model import CASTINGS, rows_bucket
-from ..reference import DTYPE_NAMES
+from ..model import RMS_NORM, rows_bucket
+from .arguments import check, check_out, written
 
+ADD_RMS_NORM = "add_rms_norm"
+"""The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+READ_BY_ROWS = ("x", "residual", "dy", "dsum")
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "fp32"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
@@ -33,18 +41,26 @@ def rms_norm(
         offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight.
         casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
             the weight, as Hugging Face's Llama and Qwen3 do.
+        out: where the result goes, of x's shape, dtype and device; x itself, or no memory of an input. No gradients.
 
     Returns:
-        A contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64 inputs are
-        computed in fp64, all others in fp32.
+        `out`, or a contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64
+        inputs are computed in fp64, all others in fp32.
 
     Raises:
-        TypeError: x or weight is no floating-point tensor of these dtypes; eps or offset is no Python number.
-        ValueError: a wrong weight shape, different devices, N = 0, eps or offset out of range, an unknown casting.
+        TypeError: x, weight or out is no tensor of these dtypes; eps or offset is no Python number.
+        ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting.
+        RuntimeError: out is given where a gradient is wanted.
 
     The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
     tuning database names, else by the built-in default; everything else by torch operators.
     """
+    if out is not None:
+        return _into(out, x, weight, eps, offset, casting)
+    return _call(x, weight, eps, offset, casting)
+
+
+def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
         return by_torch(x, weight, eps, offset, casting)
     check(x, weight, eps, offset, casting)
@@ -60,6 +76,17 @@ def rms_norm(
     return y
 
 
+def _into(out: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
+    """`rms_norm` without a gradient, written to `out`."""
+    if not torch.compiler.is_compiling():
+        check(x, weight, eps, offset, casting)
+        check_out("out", out, x, (x, weight))
+        if has_kernels(x, weight, out) and out.is_contiguous():
+            _forward(x, weight, eps, offset, casting, save_rstd=False, out=out)
+            return written(out)
+    return out.copy_(_call(x, weight, eps, offset, casting))
+
+
 def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
     """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
     fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
@@ -68,47 +95,16 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
     return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
-def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
-    """Raise what `rms_norm` documents for arguments that it does not take."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES:
-        raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
-    for name, value in (("eps", eps), ("offset", offset)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; pass float({name})")
-        if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
-            raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
-    if eps < 0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
-    if casting not in CASTINGS:
-        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
-    if weight is None:
-        return
-    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
-        raise TypeError(f"weight must be a tensor of {_dtypes()} or None, got {_kind(weight)}")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have shape ({x.shape[-1]},), the last axis of x, got {tuple(weight.shape)}")
-    if weight.device != x.device:
-        raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
-
-
-def _dtypes() -> str:
-    return ", ".join(DTYPE_NAMES.values())
-
-
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-
-
-def has_kernels(x: Tensor, weight: Tensor | None) -> bool:
+def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
     functorch transforms and forward-mode differentiation."""
+    for other in others:  # a generator would cost as much as all the rest
+        if other is not None and type(other) not in PLAIN_TENSORS:
+            return False
     return (
         x.is_cuda
         and x.numel() > 0
         and type(x) in PLAIN_TENSORS
-        and (weight is None or type(weight) in PLAIN_TENSORS)
         and torch.version.hip is None
         and not paths.disabled()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -116,9 +112,9 @@ def has_kernels(x: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def no_kernels_because(x: Tensor, weight: Tensor | None) -> str:
+def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
     """Why `has_kernels` is false, in words; empty where it is true."""
-    kinds = [type(t).__name__ for t in (x, weight) if t is not None and type(t) not in PLAIN_TENSORS]
+    kinds = [type(t).__name__ for t in (x, *others) if t is not None and type(t) not in PLAIN_TENSORS]
     reasons = (
         (not x.is_cuda, f"x is on {x.device}"),
         (x.numel() == 0, "x has no elements"),
@@ -131,11 +127,20 @@ def no_kernels_because(x: Tensor, weight: Tensor | None) -> str:
     return next((why for holds, why in reasons if holds), "")
 
 
-def key_of(direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool) -> Key:
+def key_of(
+    direction: str,
+    x: Tensor,
+    weight: Tensor | None,
+    offset: float,
+    casting: str,
+    weight_grad: bool,
+    op: str = RMS_NORM,
+    sum_in_fp32: bool = False,
+) -> Key:
     """What the hot look-up is by, for these arguments."""
     hidden = x.shape[-1]
     return Key(
-        op="rms_norm",
+        op=op,
         direction=direction,
         hidden=hidden,
         rows=rows_bucket(x.numel() // hidden),  # a choice holds for its whole bucket, whichever row count asks first
@@ -145,29 +150,38 @@ def key_of(direction: str, x: Tensor, weight: Tensor | None, offset: float, cast
         offset=weight is not None and offset != 0.0,
         weight_grad=weight_grad,
         device=x.device.index,
+        sum_in_fp32=sum_in_fp32,
     )
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    save_rstd: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and rstd (M) if it is to be saved."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = (
-        torch.empty(x.numel() // x.shape[-1], dtype=reference.accumulate_dtype(x), device=x.device)
-        if save_rstd
-        else None
-    )
+    """y, in `out` if there is one, and rstd (M) if it is to be saved."""
+    rows = x.numel() // x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    rstd = torch.empty(rows, dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x": x, "w": weight, "y": y, "rstd": rstd}
-    if not _launch(key_of("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
-        y = by_torch(x, weight, eps, offset, casting)
+    if not launch(key_of("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
+        found = by_torch(x, weight, eps, offset, casting)
+        y = found if out is None else out.copy_(found)
         if save_rstd:
-            wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
-            rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+            rstd = rstd_by_torch(x, eps)
     return y, rstd
 
 
-def _backward(
+def rstd_by_torch(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row (M), in the accumulation dtype."""
+    return torch.rsqrt(x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x)).square().mean(-1) + eps)
+
+
+def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -176,29 +190,39 @@ def _backward(
     offset: float,
     casting: str,
     weight_grad: bool,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and dw if it is wanted."""
+    """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
-    tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw}
-    if not _launch(key_of("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
-        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+    tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
+    key = key_of("backward", x, weight, offset, casting, weight_grad, RMS_NORM if dsum is None else ADD_RMS_NORM)
+    if not launch(key, tensors, eps, offset, False):
+        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
     return dx, dw
 
 
 def backward_by_torch(
-    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, weight_grad: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    weight_grad: bool,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The backward formula in torch operators, differentiable in dy, x and the weight."""
+    """The backward formula in torch operators, differentiable in dy, x, the weight and `dsum`, which is added to dx."""
     acc = reference.accumulate_dtype(x)
     hidden = x.shape[-1]
     round_to = x.dtype if casting == "llama" else None
     wide_dy, wide_x = dy.reshape(-1, hidden).to(acc), x.reshape(-1, hidden).to(acc)
     dx, dw = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
+    dx = dx if dsum is None else dx + dsum.reshape(-1, hidden).to(acc)
     return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
-def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
+def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
     choice."""
     x, weight = tensors["x"], tensors["w"]
@@ -209,9 +233,9 @@ def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: flo
     if weight is not None:
         arguments["w_ptr"] = weight.contiguous()
     nested: tuple[str, ...] = ()
-    for name in ("x", "dy"):
+    for name in READ_BY_ROWS:
         if (tensor := tensors.get(name)) is not None:
-            lying = rows_of(tensor)
+            lying = rows_of(tensor, nest=key.op == RMS_NORM)
             arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
             if lying.nested is not None:
                 nested = (*nested, name)
@@ -245,5 +269,5 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad)
+            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad)
         return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None

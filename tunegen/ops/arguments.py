@@ -1,0 +1,78 @@
+"""What the operators take: checks with errors that name the value, the limit and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..model import CASTINGS
+from ..reference import DTYPE_NAMES
+
+
+def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
+    """Raise what `rms_norm` documents for arguments that it does not take."""
+    if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES:
+        raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
+    for name, value in (("eps", eps), ("offset", offset)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; pass float({name})")
+        if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
+            raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
+    if eps < 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+    if casting not in CASTINGS:
+        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
+        raise TypeError(f"weight must be a tensor of {_dtypes()} or None, got {_kind(weight)}")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have shape ({x.shape[-1]},), the last axis of x, got {tuple(weight.shape)}")
+    if weight.device != x.device:
+        raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
+
+
+def _dtypes() -> str:
+    return ", ".join(DTYPE_NAMES.values())
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raise TypeError or ValueError where a tensor called `name` is not of x's dtype, shape and device."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype:
+        raise TypeError(
+            f"{name} must be a tensor of x's dtype, {_kind(x)}, got {_kind(tensor)}; convert one of them first"
+        )
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"{name} must have x's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand or reshape it"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move one of them")
+
+
+def check_out(
+    name: str, out: Tensor, x: Tensor, inputs: Sequence[Tensor | None], instead: str = "call it without out"
+) -> None:
+    """Raise what is documented of a tensor that is written to, `name`, where `inputs` are read."""
+    check_like(name, out, x)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs)):
+        raise RuntimeError(
+            f"a gradient is wanted, and {name} is written to, which autograd cannot follow: call it under "
+            f"torch.no_grad(), or {instead}"
+        )
+
+
+def written(out: Tensor) -> Tensor:
+    """`out` after a kernel has written to it: a backward that has it saved must notice, as it does of torch's own."""
+    if not out.is_inference():  # those are in no backward, and count nothing
+        torch.autograd.graph.increment_version(out)
+    return out
