@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunegen.compile import load, make_plan
-from tunegen.model import Config, OpSpec, Plan, Problem, Resources, Silicon
+from tunegen.model import Config, Plan, Problem, Resources, Silicon
 from tunegen.ops import op_spec
 from tunegen.render import renderings
+from tunegen.spec import OpSpec
 from tunegen.store import Store
 
 _PROBLEM = {field.name: field.type for field in fields(Problem)}

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from .launch import Argument, Variant
-from .model import Conditions, Config, Measurement, OpSpec, Problem, Scratch
+from .model import Conditions, Config, Measurement, Problem, Scratch
 from .ops import row_tensors
 from .reference import DTYPES
 from .render import render
 from .sensors import sensor_of
+from .spec import OpSpec
 from .ties import student_t
 
 MAX_SETS = 24

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from .errors import BuildError, CompileError
 from .layouts import like_heads
-from .model import Config, KernelSource, Launch, OpSpec, Plan, Problem, Resources, Silicon
+from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
+from .spec import OpSpec
 
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}

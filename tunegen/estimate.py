@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .model import DTYPE_BYTES, Config, OpSpec, Plan, Problem, Resources, Silicon
+from .model import DTYPE_BYTES, Config, Plan, Problem, Resources, Silicon
 from .ops import row_tensors
+from .spec import OpSpec
 
 COPY_SHARE = 0.88
 """Share of the memory's nominal bandwidth that a copy reaches: 4.2 of 4.8 TB/s on an H200."""

@@ -18,7 +18,8 @@ import jinja2
 
 from . import paths
 from .errors import BuildError, RenderError
-from .model import Config, KernelSource, OpSpec, Problem
+from .model import Config, KernelSource, Problem
+from .spec import OpSpec
 
 LOG = logging.getLogger("tunegen")
 SUFFIX = ".py.jinja"

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from .launch import Argument, Variant
 from .layouts import nested_copy
-from .model import OpSpec, Problem, Scratch
-from .model import Tensor as Shape
+from .model import Problem, Scratch
 from .reference import DTYPES, Expected
+from .spec import OpSpec
+from .spec import Tensor as Shape
 from .ulps import Deviation, Findings, Found, Plain, deviation, scaled
 
 GUARD_ROWS = 16

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunegen.model import OpSpec, Problem
-from tunegen.model import Tensor as Shape
+from tunegen.model import Problem
 from tunegen.ops import op_spec
 from tunegen.reference import DTYPES, Expected
+from tunegen.spec import OpSpec
+from tunegen.spec import Tensor as Shape
 
 from .cells import ADD_NORM, NORM, Cell
 

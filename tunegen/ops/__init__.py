@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ..model import OpSpec, Problem
+from ..model import Problem
+from ..spec import OpSpec
 
 OPS = {"rms_norm": ".rms_norm_spec", "add_rms_norm": ".add_rms_norm_spec"}
 

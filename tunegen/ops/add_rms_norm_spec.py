@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from .. import reference
 from ..model import DTYPE_BYTES, Config, Problem
-from ..model import Tensor as Shape
 from ..reference import DTYPES, Expected
+from ..spec import Tensor as Shape
 from . import rms_norm_spec as norm
 
 Pair = tuple[Tensor, Tensor]

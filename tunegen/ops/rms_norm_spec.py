@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import reference
-from ..model import DTYPE_BYTES, Config, OpSpec, Problem
-from ..model import Tensor as Shape
+from ..model import DTYPE_BYTES, Config, Problem
 from ..reference import DTYPES, Expected
+from ..spec import OpSpec
+from ..spec import Tensor as Shape
 
 EPS = 1e-6
 RSTD_FLOOR_ULP = 4.0
