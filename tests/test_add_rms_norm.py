@@ -231,6 +231,7 @@ def test_transforms_of_torch_func():
     assert same_bits(total, x + residual)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.11, in its compiler
 def test_inside_torch_compile():
     x, residual, w, _, _ = case()
     compiled = torch.compile(lambda x, r, w: add_rms_norm(x, r, w, EPS), backend="eager", fullgraph=True)
