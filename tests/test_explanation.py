@@ -93,7 +93,7 @@ def on_a_gpu(monkeypatch):
     """Tensors of the CPU pass for those of cuda:0."""
     monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, weight: True)
     key_of = OP_MODULE.key_of
-    monkeypatch.setattr(OP_MODULE, "key_of", lambda *args: key_of(*args)._replace(device=0))
+    monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key_of(*args, **named)._replace(device=0))
 
 
 def test_call_is_explained_in_the_directions_it_needs(db, monkeypatch):

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors paths spending model",
+    "records": "errors paths spending policies model",
     "inputs": "recorded silicon expressions entries space layouts reference ops.rms_norm_spec ops",
     "making": "render migrations records liveness store sampler",
     "running": "compile launch lookup dispatch ops.rms_norm ops.rms_norm_module explanation",

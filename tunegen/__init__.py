@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from .integrations.recording import record
     from .ops.rms_norm import rms_norm
     from .ops.rms_norm_module import RMSNorm
+    from .policies import policy
 
-__all__ = ["RMSNorm", "explain", "patch", "record", "rms_norm", "unpatch"]
+__all__ = ["RMSNorm", "explain", "patch", "policy", "record", "rms_norm", "unpatch"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -22,6 +23,7 @@ _HOMES = {
     "explain": ".explanation",
     "patch": ".integrations.patching",
     "unpatch": ".integrations.patching",
+    "policy": ".policies",
     "record": ".integrations.recording",
 }
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from . import paths
 from .model import CASTINGS, DTYPE_BYTES, Problem, Value
+from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES
 from .recorded import load_recording
 
 LARGEST = 2**31 - 1
@@ -51,6 +52,13 @@ weight_option = click.option(
     "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
 )
 offset_option = click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
+policy_option = click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default=FASTEST,
+    show_default=True,
+    help="What results must be beside right.",
+)
 frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
 
 
@@ -67,6 +75,7 @@ def problem_options(rows: int | None) -> Callable[[Any], Any]:
         ),
         offset_option,
         frozen_option,
+        policy_option,
     )
 
     def decorate(command: Any) -> Any:
@@ -81,7 +90,17 @@ db_option = click.option("--db", callback=database, help="Database file. [defaul
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
-DESCRIBES_PROBLEMS = ("hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "frozen_weight")
+DESCRIBES_PROBLEMS = (
+    "hidden",
+    "rows",
+    "dtype",
+    "weight_dtype",
+    "direction",
+    "casting",
+    "offset",
+    "frozen_weight",
+    "policy",
+)
 
 
 def recorded(ctx: click.Context, path: Path) -> dict[Problem, int]:
@@ -110,7 +129,19 @@ def problem_of(options: dict[str, Any]) -> Problem:
         casting=options["casting"],
         offset=options["offset"],
         weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
+        policy=options["policy"],
     )
+
+
+def rows_to_sweep(rows: Sequence[int], policy: str, default: Sequence[int]) -> Sequence[int]:
+    """The row counts of `--rows`; "invariant" is tuned at one. Raises click.UsageError where another is given."""
+    if policy != INVARIANT:
+        return rows or default
+    if {*rows} - {INVARIANT_ROWS}:
+        raise click.UsageError(
+            f"--policy {INVARIANT} has one kernel for all row counts, tuned at {INVARIANT_ROWS}; leave --rows out"
+        )
+    return (INVARIANT_ROWS,)
 
 
 def devices_of(text: str | None) -> list[int]:

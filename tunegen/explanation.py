@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import paths
-from .dispatch import ROWS_REACH, Key, Rung, remembered, rungs, silicon_of, standing
+from .dispatch import ROWS_REACH, Key, Rung, policy_of, remembered, rungs, silicon_of, standing
 from .model import TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
+from .policies import FASTEST, INVARIANT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,29 +112,40 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | N
 
 def _sweep(problem: Problem) -> str:
     """The command that measures this problem."""
-    words = [f"tunegen sweep --hidden {problem.hidden} --rows {problem.rows} --direction {problem.direction}"]
+    rows = f" --rows {problem.rows}" * (problem.policy != INVARIANT)
+    words = [f"tunegen sweep --hidden {problem.hidden}{rows} --direction {problem.direction}"]
     words += [f"--dtype {problem.x_dtype}"] * (problem.x_dtype != "bf16")
     words += [f"--weight-dtype {problem.weight_dtype or 'none'}"] * (problem.weight_dtype != problem.x_dtype)
     words += [f"--casting {problem.casting}"] * (problem.casting != "fp32") + ["--offset"] * problem.offset
+    words += [f"--policy {problem.policy}"] * (problem.policy != FASTEST)
     frozen = problem.direction == "backward" and problem.weight_dtype is not None and not problem.weight_grad
     return " ".join([*words, *["--frozen-weight"] * frozen])
 
 
-def explain(x: Tensor, weight: Tensor | None = None, *, offset: float = 0.0, casting: str = "fp32") -> Explanations:
-    """What `rms_norm(x, weight, offset=offset, casting=casting)` would run here and now: forward, and backward where a
-    gradient is wanted and `torch.no_grad` is not in force.
+def explain(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    policy: str | None = None,
+) -> Explanations:
+    """What `rms_norm` with the same arguments would run here and now: forward, and backward where a gradient is wanted
+    and `torch.no_grad` is not in force.
 
     Args and errors are those of `tunegen.rms_norm`. Nothing is computed, compiled or remembered.
     """
     from .ops.rms_norm import check, has_kernels, key_of, no_kernels_because
 
     check(x, weight, 1e-6, offset, casting)
+    policy = policy_of(policy)
     weight_grad = weight is not None and weight.requires_grad
     training = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
     directions = ["forward", *(["backward"] if training else [])]
     found = []
     for direction in directions:
-        key = key_of(direction, x, weight, offset, casting, weight_grad and direction == "backward")
+        wanted = weight_grad and direction == "backward"
+        key = key_of(direction, x, weight, offset, casting, wanted, policy=policy)
         problem = replace(key.problem(), rows=x.numel() // x.shape[-1])
         if has_kernels(x, weight):
             found.append(explain_problem(paths.database(), problem, silicon_of(key.device), key))

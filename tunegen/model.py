@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from .policies import FASTEST, INVARIANT, INVARIANT_ROWS
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 CASTINGS = ("fp32", "llama")
@@ -54,7 +57,7 @@ class Problem:
     weight_grad: bool = False
     residual: bool = False
     layout: str = "contiguous"
-    policy: str = "fastest"
+    policy: str = FASTEST
     regime: str = "cold_graph"
 
     @property
@@ -64,13 +67,12 @@ class Problem:
 
     @property
     def rows_bucket(self) -> int:
-        """Rows rounded up to a power of two: what the database and the dispatcher tell apart."""
-        return rows_bucket(self.rows)
+        """What the database and the dispatcher tell row counts apart by: a power of two, one for all if invariant."""
+        return INVARIANT_ROWS if self.policy == INVARIANT else rows_bucket(self.rows)
 
     def label(self) -> str:
         """Short text for people, such as `forward 16384x4096 bf16`."""
-        words = [self.direction, f"{self.rows}x{self.hidden}", self.x_dtype, *self.contract()]
-        return " ".join(words)
+        return " ".join([self.direction, f"{self.rows}x{self.hidden}", self.x_dtype, *self.contract()])
 
     def contract(self) -> list[str]:
         """What sets the problem apart from the usual one, in words: no more than people need to tell rows of a
@@ -81,6 +83,7 @@ class Problem:
             *([self.casting] if self.casting != "fp32" else []),
             *(["offset"] if self.offset else []),
             *(["dx only"] if self.direction == "backward" and not self.weight_grad else []),
+            *([self.policy] if self.policy != FASTEST else []),
         ]
 
 
@@ -160,13 +163,7 @@ class Plan(NamedTuple):
 
     def scratch_bytes(self) -> int:
         """Bytes of workspace one call needs."""
-        total = 0
-        for item in self.scratch.values():
-            size = DTYPE_BYTES[item.dtype]
-            for extent in item.shape:
-                size *= extent
-            total += size
-        return total
+        return sum(DTYPE_BYTES[item.dtype] * math.prod(item.shape) for item in self.scratch.values())
 
 
 @dataclass(frozen=True)

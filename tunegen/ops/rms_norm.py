@@ -14,15 +14,23 @@ from .. import dispatch, paths, reference
 from ..dispatch import Choice, Key
 from ..errors import BuildError, CompileError, RenderError
 from ..launch import Argument
-from ..layouts import rows_of
+from ..layouts import in_standard_layout, rows_of
 from ..model import CASTINGS, rows_bucket
+from ..policies import INVARIANT, INVARIANT_ROWS
 from ..reference import DTYPE_NAMES
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_noted: set[str] = set()
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting: str = "fp32"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    policy: str | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
@@ -33,6 +41,8 @@ def rms_norm(
         offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight.
         casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
             the weight, as Hugging Face's Llama and Qwen3 do.
+        policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; without, what is in force there.
+            Backward follows the policy of its forward.
 
     Returns:
         A contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64 inputs are
@@ -40,23 +50,32 @@ def rms_norm(
 
     Raises:
         TypeError: x or weight is no floating-point tensor of these dtypes; eps or offset is no Python number.
-        ValueError: a wrong weight shape, different devices, N = 0, eps or offset out of range, an unknown casting.
+        ValueError: a wrong weight shape, different devices, N = 0, eps or offset out of range, an unknown casting or
+            policy.
 
     The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
     tuning database names, else by the built-in default; everything else by torch operators.
     """
+    return _call(x, weight, eps, offset, casting, policy)
+
+
+def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Tensor:
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
         return by_torch(x, weight, eps, offset, casting)
     check(x, weight, eps, offset, casting)
+    policy = dispatch.policy_of(policy)
     if not has_kernels(x, weight):
+        if policy == INVARIANT and x.numel():
+            note_torch(policy, no_kernels_because(x, weight))
         return by_torch(x, weight, eps, offset, casting)
     x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
-        return _forward(x, weight, eps, offset, casting, save_rstd=False)[0]
-    choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad))
+        return _forward(x, weight, eps, offset, casting, False, policy)[0]
+    choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
     if choice.config is None:
+        note_torch(policy, choice.rung)
         return by_torch(x, weight, eps, offset, casting)
-    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd, policy)
     return y
 
 
@@ -131,27 +150,40 @@ def no_kernels_because(x: Tensor, weight: Tensor | None) -> str:
     return next((why for holds, why in reasons if holds), "")
 
 
-def key_of(direction: str, x: Tensor, weight: Tensor | None, offset: float, casting: str, weight_grad: bool) -> Key:
-    """What the hot look-up is by, for these arguments."""
+def key_of(
+    direction: str,
+    x: Tensor,
+    weight: Tensor | None,
+    offset: float,
+    casting: str,
+    weight_grad: bool,
+    *,
+    policy: str | None = None,
+) -> Key:
+    """What the hot look-up is by, for these arguments; without a policy, under the one in force."""
     hidden = x.shape[-1]
+    policy = policy or dispatch.policy_of(None)
     return Key(
         op="rms_norm",
         direction=direction,
         hidden=hidden,
-        rows=rows_bucket(x.numel() // hidden),  # a choice holds for its whole bucket, whichever row count asks first
+        # A choice holds for its whole bucket, whichever row count asks first.
+        rows=INVARIANT_ROWS if policy == INVARIANT else rows_bucket(x.numel() // hidden),
         x_dtype=x.dtype,
         weight_dtype=None if weight is None else weight.dtype,
         casting=casting,
         offset=weight is not None and offset != 0.0,
         weight_grad=weight_grad,
         device=x.device.index,
+        policy=policy,
     )
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool, policy: str
 ) -> tuple[Tensor, Tensor | None]:
     """y, and rstd (M) if it is to be saved."""
+    save_rstd = save_rstd or policy == INVARIANT  # one kernel, with a gradient or without
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = (
         torch.empty(x.numel() // x.shape[-1], dtype=reference.accumulate_dtype(x), device=x.device)
@@ -159,7 +191,8 @@ def _forward(
         else None
     )
     tensors = {"x": x, "w": weight, "y": y, "rstd": rstd}
-    if not _launch(key_of("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
+    key = key_of("forward", x, weight, offset, casting, False, policy=policy)
+    if not _launch(key, tensors, eps, offset, save_rstd):
         y = by_torch(x, weight, eps, offset, casting)
         if save_rstd:
             wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
@@ -176,12 +209,14 @@ def _backward(
     offset: float,
     casting: str,
     weight_grad: bool,
+    policy: str,
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw}
-    if not _launch(key_of("backward", x, weight, offset, casting, weight_grad), tensors, eps, offset, False):
+    key = key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
+    if not _launch(key, tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, dw
 
@@ -198,6 +233,13 @@ def backward_by_torch(
     return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
+def note_torch(policy: str, why: str) -> None:
+    """Say once for each reason that torch answers a call under "invariant", of which it promises nothing."""
+    if policy == INVARIANT and why not in _noted:
+        _noted.add(why)
+        dispatch.LOG.warning("policy invariant is not kept: torch's own operators answer (%s)", why)
+
+
 def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
     choice."""
@@ -207,17 +249,18 @@ def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: flo
     arguments: dict[str, Argument] = {f"{name}_ptr": t for name, t in tensors.items() if t is not None}
     arguments |= {"M": rows, "eps": float(eps)}
     if weight is not None:
-        arguments["w_ptr"] = weight.contiguous()
+        arguments["w_ptr"] = in_standard_layout(weight) if key.policy == INVARIANT else weight.contiguous()
     nested: tuple[str, ...] = ()
     for name in ("x", "dy"):
         if (tensor := tensors.get(name)) is not None:
-            lying = rows_of(tensor)
+            lying = rows_of(in_standard_layout(tensor) if key.policy == INVARIANT else tensor)
             arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
             if lying.nested is not None:
                 nested = (*nested, name)
     while True:
         choice: Choice = dispatch.choose(key)
         if choice.config is None or (choice.saves_rstd and tensors["rstd"] is None):
+            note_torch(key.policy, choice.rung)
             return False
         try:
             choice.variant(save_rstd, offset, nested)(rows, arguments)
@@ -230,20 +273,27 @@ def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: flo
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        casting: str,
+        save_rstd: bool,
+        policy: str,
     ) -> Tensor:
-        y, rstd = _forward(x, weight, eps, offset, casting, save_rstd)
+        y, rstd = _forward(x, weight, eps, offset, casting, save_rstd, policy)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.contract = eps, offset, casting
+        ctx.contract = eps, offset, casting, policy
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        eps, offset, casting = ctx.contract
+        eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
         weight_grad = ctx.needs_input_grad[1]
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad)
-        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None
+            dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
+        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None, None
