@@ -15,6 +15,7 @@ import tunegen
 from tunegen import dispatch, policies, rms_norm
 from tunegen.cli_options import rows_to_sweep
 from tunegen.model import Config, Measurement, Problem, Trial, TrialState
+from tunegen.ops import notes
 from tunegen.policies import INVARIANT_ROWS, POLICIES
 from tunegen.silicon import of_arch
 
@@ -174,7 +175,7 @@ def test_a_gate_that_rejects_under_fastest_rejects_under_all(tmp_path):
 
 
 def test_torch_that_answers_an_invariant_call_is_noted_once(caplog, monkeypatch):
-    monkeypatch.setattr(OP_MODULE, "_noted", set())
+    monkeypatch.setattr(notes, "_told", set())
     for _ in range(2):
         rms_norm(torch.ones(2, 8), policy="invariant")
     rms_norm(torch.ones(0, 8), policy="invariant")

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .ops.rms_norm import rms_norm
     from .ops.rms_norm_module import RMSNorm
     from .policies import policy
+    from .warming import warmup
 
-__all__ = ["RMSNorm", "explain", "patch", "policy", "record", "rms_norm", "unpatch"]
+__all__ = ["RMSNorm", "explain", "patch", "policy", "record", "rms_norm", "unpatch", "warmup"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -24,6 +25,7 @@ _HOMES = {
     "patch": ".integrations.patching",
     "unpatch": ".integrations.patching",
     "policy": ".policies",
+    "warmup": ".warming",
     "record": ".integrations.recording",
 }
 

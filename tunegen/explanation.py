@@ -135,7 +135,8 @@ def explain(
 
     Args and errors are those of `tunegen.rms_norm`. Nothing is computed, compiled or remembered.
     """
-    from .ops.rms_norm import check, has_kernels, key_of, no_kernels_because
+    from .ops.arguments import check
+    from .ops.rms_norm import has_kernels, key_of, no_kernels_because
 
     check(x, weight, 1e-6, offset, casting)
     policy = policy_of(policy)

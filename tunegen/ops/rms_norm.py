@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -12,15 +11,15 @@ from torch.nn import functional as F
 
 from .. import dispatch, paths, reference
 from ..dispatch import Choice, Key
-from ..errors import BuildError, CompileError, RenderError
+from ..errors import BuildError, CapturedError, CompileError, RenderError
 from ..launch import Argument
 from ..layouts import in_standard_layout, rows_of
-from ..model import CASTINGS, rows_bucket
+from ..model import rows_bucket
 from ..policies import INVARIANT, INVARIANT_ROWS
-from ..reference import DTYPE_NAMES
+from .arguments import check
+from .notes import give_way, note_torch
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_noted: set[str] = set()
 
 
 def rms_norm(
@@ -85,39 +84,6 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
     if fused and x.numel():
         return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
     return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
-
-
-def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
-    """Raise what `rms_norm` documents for arguments that it does not take."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES:
-        raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
-    for name, value in (("eps", eps), ("offset", offset)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; pass float({name})")
-        if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
-            raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
-    if eps < 0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
-    if casting not in CASTINGS:
-        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
-    if weight is None:
-        return
-    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
-        raise TypeError(f"weight must be a tensor of {_dtypes()} or None, got {_kind(weight)}")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have shape ({x.shape[-1]},), the last axis of x, got {tuple(weight.shape)}")
-    if weight.device != x.device:
-        raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
-
-
-def _dtypes() -> str:
-    return ", ".join(DTYPE_NAMES.values())
-
-
-def _kind(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def has_kernels(x: Tensor, weight: Tensor | None) -> bool:
@@ -192,7 +158,7 @@ def _forward(
     )
     tensors = {"x": x, "w": weight, "y": y, "rstd": rstd}
     key = key_of("forward", x, weight, offset, casting, False, policy=policy)
-    if not _launch(key, tensors, eps, offset, save_rstd):
+    if not launch(key, tensors, eps, offset, save_rstd):
         y = by_torch(x, weight, eps, offset, casting)
         if save_rstd:
             wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
@@ -216,7 +182,7 @@ def _backward(
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw}
     key = key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
-    if not _launch(key, tensors, eps, offset, False):
+    if not launch(key, tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, dw
 
@@ -233,14 +199,7 @@ def backward_by_torch(
     return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
-def note_torch(policy: str, why: str) -> None:
-    """Say once for each reason that torch answers a call under "invariant", of which it promises nothing."""
-    if policy == INVARIANT and why not in _noted:
-        _noted.add(why)
-        dispatch.LOG.warning("policy invariant is not kept: torch's own operators answer (%s)", why)
-
-
-def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
+def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
     choice."""
     x, weight = tensors["x"], tensors["w"]
@@ -264,6 +223,9 @@ def _launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: flo
             return False
         try:
             choice.variant(save_rstd, offset, nested)(rows, arguments)
+        except CapturedError as error:
+            give_way(key, error)
+            return False
         except (CompileError, RenderError, BuildError) as error:
             dispatch.demote(key, choice, error)
         else:
