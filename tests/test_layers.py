@@ -18,7 +18,8 @@ LAYERS = {
     "inputs": "recorded silicon expressions entries space layouts reference ops.rms_norm_spec ops",
     "making": "render migrations records liveness store sampler",
     "running": (
-        "compile launch lookup dispatch ops.arguments ops.notes ops.rms_norm ops.rms_norm_module explanation warming"
+        "compile launch lookup dispatch ops.arguments ops.notes ops.registered ops.rms_norm ops.rms_norm_module "
+        "explanation warming"
     ),
     "judging": "verify sensors bench ties estimate",
     "tuning": "evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
@@ -42,7 +43,7 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "layouts reference ops.rms_norm_spec launch dispatch ops.arguments ops.rms_norm ops.rms_norm_module "
+    "layouts reference ops.rms_norm_spec launch dispatch ops.arguments ops.registered ops.rms_norm ops.rms_norm_module "
     "explanation warming verify sensors bench evaluate serving integrations.recognition "
     "integrations.architectures integrations.eager_backward integrations.hub_kernels integrations.forwards "
     "integrations.patching integrations.recording gates.checks gates.double gates.bf16 gates.stream gates.model "

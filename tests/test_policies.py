@@ -29,11 +29,9 @@ BACKWARD = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
 @pytest.fixture
 def in_environment(monkeypatch):
     def set_to(name):
-        monkeypatch.setenv("TUNEGEN_POLICY", name)
-        policies._of_environment.cache_clear()
+        monkeypatch.setattr(policies, "_ENVIRONMENT", name)
 
-    yield set_to
-    policies._of_environment.cache_clear()
+    return set_to
 
 
 # Which one holds

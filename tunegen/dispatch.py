@@ -61,9 +61,10 @@ class Key(NamedTuple):
         )
 
 
-def policy_of(argument: str | None) -> str:
-    """The policy that a call with `policy=argument` is under. Raises ValueError for an unknown one."""
-    policy = policies.asked_for(argument)
+def policy_of(argument: str | None, traced: bool = False) -> str:
+    """The policy that a call with `policy=argument` is under; `traced` while a compiler reads this. Raises ValueError
+    for an unknown one."""
+    policy = policies.asked_for(argument, traced)
     return DETERMINISTIC if policy == FASTEST and torch.are_deterministic_algorithms_enabled() else policy
 
 

@@ -61,6 +61,11 @@ def policy() -> str:
     return os.environ.get("TUNEGEN_POLICY", "")
 
 
+def compiled_as() -> str:
+    """`TUNEGEN_COMPILE`: trace or op, what a call becomes under `torch.compile`; empty where it is not set."""
+    return os.environ.get("TUNEGEN_COMPILE", "")
+
+
 def interpreted() -> bool:
     """`TRITON_INTERPRET`: kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "") not in ("", "0")

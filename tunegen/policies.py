@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from functools import lru_cache
 
 from . import paths
 
@@ -14,7 +13,12 @@ FASTEST, DETERMINISTIC, INVARIANT = POLICIES = ("fastest", "deterministic", "inv
 INVARIANT_ROWS = 4096
 """Under `invariant` a choice is made for this row count, whatever the call's: it depends on the width alone."""
 
+_ENVIRONMENT = paths.policy() or FASTEST
+"""As it is when this is imported: asking each time would take longer than the look-up of a kernel."""
 _POLICY: ContextVar[str | None] = ContextVar("tunegen_policy", default=None)
+_entered: str | None = None
+"""That of the context entered last by any thread: what a compiled graph is guarded by, as torch's compiler follows
+context variables from 2.14 on only."""
 
 
 def policy(name: str) -> contextlib.AbstractContextManager[None]:
@@ -26,7 +30,8 @@ def policy(name: str) -> contextlib.AbstractContextManager[None]:
 
     The nearest one holds, in this thread and in asyncio tasks that start inside; other threads have their own. An
     argument `policy=` of a call comes before it, `TUNEGEN_POLICY` behind it. Under
-    `torch.use_deterministic_algorithms(True)`, "fastest" means "deterministic".
+    `torch.use_deterministic_algorithms(True)`, "fastest" means "deterministic". Enter it around a compiled function,
+    not inside; where several threads run compiled functions under several policies, give the argument instead.
 
     Raises:
         ValueError: an unknown name.
@@ -36,10 +41,13 @@ def policy(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _policy(name: str) -> Iterator[None]:
-    token = _POLICY.set(name)
+    global _entered
+    token, before = _POLICY.set(name), _entered
+    _entered = name
     try:
         yield
     finally:
+        _entered = before
         _POLICY.reset(token)
 
 
@@ -50,14 +58,9 @@ def checked(name: str, whose: str = "policy") -> str:
     return name
 
 
-def asked_for(argument: str | None) -> str:
-    """The policy of a call: its argument, else the nearest `with policy(...)`, else TUNEGEN_POLICY, else "fastest".
-    Raises ValueError."""
+def asked_for(argument: str | None, traced: bool = False) -> str:
+    """The policy of a call: its argument, else the nearest `with policy(...)`, else TUNEGEN_POLICY, else "fastest";
+    `traced` while a compiler reads this. Raises ValueError."""
     if argument is not None:
         return checked(argument)
-    return _POLICY.get() or _of_environment()
-
-
-@lru_cache(maxsize=1)
-def _of_environment() -> str:
-    return checked(paths.policy() or FASTEST, "the variable TUNEGEN_POLICY")
+    return (_entered if traced else _POLICY.get()) or checked(_ENVIRONMENT, "the variable TUNEGEN_POLICY")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..launch import Argument
 from ..layouts import in_standard_layout, rows_of
 from ..model import rows_bucket
 from ..policies import INVARIANT, INVARIANT_ROWS
+from . import registered
 from .arguments import check
 from .notes import give_way, note_torch
 
@@ -60,6 +62,9 @@ def rms_norm(
 
 def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Tensor:
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
+        policy = dispatch.policy_of(policy, traced=True)
+        if registered.is_operator(policy):
+            return registered.call(x, weight, eps, offset, casting, policy)
         return by_torch(x, weight, eps, offset, casting)
     check(x, weight, eps, offset, casting)
     policy = dispatch.policy_of(policy)
@@ -161,9 +166,14 @@ def _forward(
     if not launch(key, tensors, eps, offset, save_rstd):
         y = by_torch(x, weight, eps, offset, casting)
         if save_rstd:
-            wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
-            rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+            rstd = rstd_by_torch(x, eps)
     return y, rstd
+
+
+def rstd_by_torch(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) of each row (M), in the accumulation dtype."""
+    wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
+    return torch.rsqrt(wide.square().mean(-1) + eps)
 
 
 def _backward(
@@ -259,3 +269,6 @@ class _RMSNorm(torch.autograd.Function):
         else:
             dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
         return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None, None
+
+
+registered.register(sys.modules[__name__])
