@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,7 +88,10 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
     """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
     fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
     if fused and x.numel():
-        return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
+        # Under autocast torch would compute a copy of x in fp32, and return that dtype.
+        plain = torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
+        with plain:
+            return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
     return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
