@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rivals.calls import calls_of
+from rivals.cells import Cell
+from rivals.natives import choice_of, functional, ours
 from torch import Tensor
-from torch.nn import functional as F
 
-from tunegen import dispatch, paths, rms_norm
+from tunegen import dispatch, rms_norm
 from tunegen.bench import FINAL_BLOCKS, FINAL_ROUNDS, Bench, Call
-from tunegen.dispatch import Key
-from tunegen.model import Problem, rows_bucket
+from tunegen.model import DIRECTIONS, Problem
 from tunegen.ops import op_spec
 from tunegen.serving import versions
-
-Norm = Callable[[Tensor, Tensor], Tensor]
 
 
 def main() -> None:
@@ -67,11 +66,11 @@ def measure(rows: int, hidden: int, dtype: str) -> dict[str, Any]:
     bench = Bench(op_spec("rms_norm"), problem, device, silicon.l2_bytes, silicon.sms)
     calls: dict[str, Call] = {
         "copy": lambda i: bench.tensors[i]["dx"].copy_(bench.tensors[i]["x"]),
-        "forward": forward(bench, lambda x, w: rms_norm(x, w)),
-        "forward_torch": forward(bench, lambda x, w: F.rms_norm(x, (hidden,), w, 1e-6)),
-        "backward": backward(bench, lambda x, w: rms_norm(x, w)),
-        "backward_torch": backward(bench, lambda x, w: F.rms_norm(x, (hidden,), w, 1e-6)),
     }
+    for direction in DIRECTIONS:
+        cell = Cell("rms_norm", rows, hidden, direction, dtype)
+        calls[direction] = calls_of(bench, ours(cell))
+        calls[f"{direction}_torch"] = calls_of(bench, functional(cell))
     graphs = [bench.capture(call) for call in calls.values()]
     times = dict(zip(calls, map(statistics.median, bench.time(graphs, FINAL_ROUNDS * FINAL_BLOCKS)), strict=True))
     again = dict(zip(calls, map(statistics.median, bench.time(graphs, FINAL_ROUNDS * FINAL_BLOCKS)), strict=True))
@@ -85,33 +84,8 @@ def measure(rows: int, hidden: int, dtype: str) -> dict[str, Any]:
         "share_of_copy": {name: factor * times["copy"] / times[name] for name, factor in streams.items()},
         "over_torch": {name: times[f"{name}_torch"] / times[name] for name in streams},
         "bytes": allocated(bench.tensors[0]),
-        "choice": {name: choice_of(name, bench) for name in streams},
+        "choice": {name: choice_of(Cell("rms_norm", rows, hidden, name, dtype)) for name in streams},
     }
-
-
-def forward(bench: Bench, norm: Norm) -> Call:
-    """Inference: no gradient is wanted."""
-
-    def run(i: int) -> object:
-        with torch.no_grad():
-            return norm(bench.tensors[i]["x"], bench.tensors[i]["w"])
-
-    return run
-
-
-def backward(bench: Bench, norm: Norm) -> Call:
-    """dx and dw through autograd, the forward pass outside of the timed region."""
-    saved = []
-    with torch.cuda.stream(bench.stream):
-        for tensors in bench.tensors:
-            x, w = (tensors[name].detach().requires_grad_() for name in ("x", "w"))
-            saved.append((norm(x, w), (x, w), tensors["dy"]))
-
-    def run(i: int) -> object:
-        y, wanted, dy = saved[i]
-        return torch.autograd.grad(y, wanted, dy, retain_graph=True)
-
-    return run
 
 
 def allocated(tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -136,17 +110,6 @@ def allocated(tensors: dict[str, Tensor]) -> dict[str, int]:
         "forward_with_gradient": peak(lambda: rms_norm(grown_x, grown_w)),
         "backward": peak(lambda: torch.autograd.grad(y, (grown_x, grown_w), dy, retain_graph=True)),
     }
-
-
-def choice_of(direction: str, bench: Bench) -> str:
-    """Which config answered, and why."""
-    problem = bench.problem
-    dtype = bench.tensors[0]["x"].dtype
-    rows, trains = rows_bucket(problem.rows), direction == "backward"
-    key = Key("rms_norm", direction, problem.hidden, rows, dtype, dtype, "fp32", False, trains, bench.device.index)
-    choice = dispatch.choose(key)
-    rung = choice.rung.replace(str(paths.database()), paths.database().name)
-    return f"{choice.config.label() if choice.config else 'torch'}; {rung}"
 
 
 FIRST_CALL = """

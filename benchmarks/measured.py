@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunegen.compile import load, make_plan
-from tunegen.model import Config, OpSpec, Plan, Problem, Resources, Silicon
+from tunegen.model import Config, Plan, Problem, Resources, Silicon
 from tunegen.ops import op_spec
 from tunegen.render import renderings
+from tunegen.spec import OpSpec
 from tunegen.store import Store
 
 _PROBLEM = {field.name: field.type for field in fields(Problem)}
@@ -105,7 +106,9 @@ def _screened(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _candidate(row: Mapping[str, Any]) -> Candidate:
     values = {name: row[name] for name in _PROBLEM if name in row}
-    values |= {name: bool(values[name]) for name in ("offset", "weight_grad", "residual") if name in values}
+    values |= {
+        name: bool(values[name]) for name in ("offset", "weight_grad", "residual", "sum_in_fp32") if name in values
+    }
     problem = Problem(**values | {"weight_dtype": values.get("weight_dtype", "bf16") or None})
     resources = Resources(row["registers"], row["spill_bytes"], row["shared_bytes"])
     config = Config.of(row["family"], json.loads(row["parameters"]))

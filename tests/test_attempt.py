@@ -199,8 +199,8 @@ def test_command_ends_with_1_where_the_config_is_wrong():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("rms_norm", "two_pass"), "'rms_norm' is neither rms_norm.forward nor rms_norm.backward"),
-        (("layer_norm.forward", "two_pass"), "'layer_norm.forward' is neither"),
+        (("rms_norm", "two_pass"), "'rms_norm' is none of rms_norm.forward, rms_norm.backward, add_rms_norm.forward"),
+        (("layer_norm.forward", "two_pass"), "'layer_norm.forward' is none of"),
         (("rms_norm.forward", "flash"), "no forward family 'flash'"),
         (("rms_norm.forward", "two_pass", "CHUNK"), "no NAME=VALUE"),
         (("rms_norm.forward", "x.py.jinja"), "no template file"),

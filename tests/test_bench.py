@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
+import torch
 
-from tunegen.bench import FIRST_BLOCKS, SCREEN_BLOCKS, Bench, merged, rotated, steady_blocks, summarize
-from tunegen.model import Conditions
+from tunegen.bench import (
+    FIRST_BLOCKS,
+    SCREEN_BLOCKS,
+    Bench,
+    has_lost,
+    of_rounds,
+    rotated,
+    steady,
+    steady_blocks,
+    summarize,
+)
+from tunegen.launch import Variant
+from tunegen.model import Conditions, Config, Problem
+from tunegen.ops import OPS, op_spec, row_tensors
+from tunegen.render import render
 
 
 def test_all_blocks_are_kept_while_the_sentinel_is_steady():
@@ -52,42 +67,91 @@ def test_blocks_must_pair():
 
 
 class Fixed(Bench):
-    """A bench whose one candidate takes these times, beside a sentinel of 10 us."""
+    """A bench whose candidate takes these times, beside a best one of 10 us and a sentinel of 10 us, both times the
+    `clock` of a block."""
 
-    def __init__(self, times):
-        self.sentinel, self.times, self.asked = object(), list(times), []
+    def __init__(self, times, clock=None):
+        self.sentinel, self.times = object(), list(times)
+        self.clock, self.asked = clock or [1.0] * len(self.times), []
 
     def replay(self, candidates, blocks):
-        self.asked.append(blocks)
-        return [[self.times.pop(0) for _ in range(blocks)], [10.0] * blocks], [None] * blocks
+        begin = sum(count for _, count in self.asked)
+        self.asked.append((len(candidates), blocks))
+        part = slice(begin, begin + blocks)
+        slower = [10.0 * factor for factor in self.clock[part]]
+        return [self.times[part], *([slower] * (len(candidates) - 1))], [None] * blocks
+
+
+BEST = object()
 
 
 def test_loser_is_dropped_after_the_first_blocks():
-    bench = Fixed([11.0, 10.7, 1.0, 1.0, 1.0, 1.0])
-    assert bench.screen(object(), best=1.0).blocks == (11.0, 10.7)
-    assert bench.asked == [FIRST_BLOCKS]
+    bench = Fixed([10.5, 10.4, 10.6, 10.5] + [1.0] * 8)
+    found = bench.screen(object(), BEST)
+    assert found.measurement.blocks == (10.5, 10.4, 10.6, 10.5)
+    assert not found.leads
+    assert bench.asked == [(3, FIRST_BLOCKS)]
 
 
-@pytest.mark.parametrize("first", [[10.5, 12.0], [12.0, 10.5], [9.0, 9.0]])
-def test_candidate_that_came_near_the_best_once_gets_all_blocks(first):
-    bench = Fixed([*first, 10.0, 10.0, 10.0, 10.0])
-    bench.found = bench.screen(object(), best=1.0)
-    assert bench.found.blocks == (*first, 10.0, 10.0, 10.0, 10.0)
-    assert sum(bench.asked) == SCREEN_BLOCKS
-    assert bench.found.rounds == ()  # all on the same buffers
+@pytest.mark.parametrize("first", [[10.5, 9.9, 10.6, 10.0], [10.0, 10.0, 10.0, 10.0], [9.0, 9.1, 9.0, 9.1]])
+def test_candidate_that_may_be_as_fast_as_the_best_gets_all_blocks(first):
+    bench = Fixed([*first, *[10.2] * 8])
+    found = bench.screen(object(), BEST)
+    assert found.measurement.blocks == (*first, *[10.2] * 8)
+    assert bench.asked == [(3, FIRST_BLOCKS), (3, SCREEN_BLOCKS - FIRST_BLOCKS)]
+    assert found.measurement.rounds == ()  # all on the same buffers
 
 
-def test_first_candidate_gets_all_blocks():
-    assert len(Fixed([50.0] * 6).screen(object(), best=float("inf")).blocks) == SCREEN_BLOCKS
+def test_faster_one_leads_also_when_the_clock_fell_meanwhile():
+    """Its score is from blocks of its own: against one from other blocks it was luck who led."""
+    clock = [1.0, 1.01, 1.02, 1.025] * 3
+    assert Fixed([9.9 * factor for factor in clock], clock).screen(object(), BEST).leads
+    assert not Fixed([10.1 * factor for factor in clock], clock).screen(object(), BEST).leads
+
+
+def test_first_candidate_gets_all_blocks_and_leads():
+    bench = Fixed([50.0] * SCREEN_BLOCKS)
+    found = bench.screen(object(), None)
+    assert (len(found.measurement.blocks), found.leads) == (SCREEN_BLOCKS, True)
+    assert bench.asked == [(2, SCREEN_BLOCKS)]
+
+
+def test_blocks_whose_sentinel_moved_are_left_out_of_a_screening():
+    clock = [1.0] * 11 + [1.5]
+    found = Fixed([9.0] * 11 + [13.0], clock).screen(object(), BEST)
+    assert (found.measurement.us, found.measurement.blocks) == (9.0, (*[9.0] * 11, 13.0))  # on record all the same
+    assert found.measurement.kept == (*[True] * 11, False)
+
+
+def test_equal_kernels_lose_as_rarely_as_the_interval_says():
+    """Of one thousand comparisons of a kernel with itself 2.5 % lie above, as many below."""
+    chance = random.Random(0)
+    lost = 0
+    for _ in range(1000):
+        times, rival = ([chance.lognormvariate(0.0, 0.005) for _ in range(FIRST_BLOCKS)] for _ in range(2))
+        lost += has_lost(times, rival)
+    assert 10 <= lost <= 40
 
 
 def test_rounds_are_merged_block_by_block():
     hot, cold = Conditions(1980.0, 3201.0, 600.0, 70.0), Conditions(1980.0, 3201.0, 300.0, 50.0)
-    found = merged([summarize([8.0, 9.0], [10.0, 10.0], [hot, hot]), summarize([7.0], [10.0], [cold])])
+    parts = [steady([8.0, 9.0], [10.0, 10.0], [hot, hot]), steady([7.0], [10.0], [cold])]
+    found = of_rounds(parts)
     assert (found.us, found.score) == (8.0, pytest.approx((0.85 + 0.7) / 2))
     assert found.blocks == (8.0, 9.0, 7.0)
     assert found.rounds == (pytest.approx(0.85), pytest.approx(0.7))
     assert found.conditions == (hot, hot, cold)
+    assert (found.kept, found.round_of) == ((), (0, 0, 1))
+
+
+def test_blocks_that_do_not_count_are_on_record_and_count_for_nothing():
+    found = of_rounds(
+        [steady([8.0, 8.0, 30.0], [10.0, 10.0, 20.0], [None] * 3), steady([8.0] * 2, [10.0] * 2, [None] * 2)]
+    )
+    assert (found.us, found.score, found.sentinel_us) == (8.0, pytest.approx(0.8), 10.0)
+    assert found.blocks == (8.0, 8.0, 30.0, 8.0, 8.0)
+    assert found.kept == (True, True, False, True, True)
+    assert found.round_of == (0, 0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
@@ -95,3 +159,30 @@ def test_every_candidate_is_first_and_last_as_often_as_any_other(count):
     orders = [rotated(count, block) for block in range(2 * count)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert Counter(o[0] for o in orders) == Counter(o[-1] for o in orders) == dict.fromkeys(range(count), 2)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_streams_are_the_bytes_that_count(op, direction):
+    """What the sentinel moves, and what bytes a second are computed from."""
+    problem = Problem(op, direction, 4096, 64, weight_grad=direction == "backward")
+    spec = op_spec(op)
+    reads, writes = row_tensors(spec, problem)
+    assert spec.bytes_moved(problem) == (len(reads) + len(writes)) * 64 * 4096 * 2
+    assert all(spec.tensors(problem)[name].role == "output" for name in writes)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_sentinel_reads_and_writes_every_element(op, direction):
+    problem = Problem(op, direction, 100, 21, "fp32", "fp32")
+    reads, writes = row_tensors(op_spec(op), problem)
+    source = render("sentinel", "streams", {"reads": tuple(reads), "writes": tuple(writes)})
+    config, cpu = Config.of("streams", {"BLOCK_SIZE": 512, "num_warps": 4}), torch.device("cpu")
+    streams = Variant(source, config, {"N": 100}, "fp32", cpu, 4)
+    given = {name: torch.randn(21, 100) for name in reads}
+    made = {name: torch.full((21, 100), torch.nan) for name in writes}
+    streams(21, {f"{name}_ptr": tensor for name, tensor in (given | made).items()})
+    for name in writes:
+        assert torch.equal(made[name], sum(given[n] for n in reads)), name

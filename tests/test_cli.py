@@ -25,7 +25,7 @@ from tunegen.commands import show_rows
 from tunegen.compile import load
 from tunegen.dispatch import triton_minor
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
-from tunegen.ops import op_spec
+from tunegen.ops import OPS, op_spec
 from tunegen.render import combined_digest, render
 from tunegen.space import load_space
 from tunegen.store import Store
@@ -267,6 +267,29 @@ def test_sweep_without_a_gpu_stores_estimates_and_says_so(tmp_path):
     assert all(t["estimate_us"] > 0 and t["registers"] > 0 for t in trials)
 
 
+@pytest.mark.compiler
+def test_sweep_of_the_other_op_is_told_apart(tmp_path):
+    path = tmp_path / "tune.db"
+    for more in ((), ("--sum-in-fp32",)):
+        command = ["sweep", "--op", "add_rms_norm", "--hidden", 256, "--rows", 4, "--arch", "sm_90", "--db", path]
+        result = process(*command, *more)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "forward 4x256 bf16 add_rms_norm" in result.stdout
+    with Store.read(path) as store:
+        assert {row["op"] for row in store.trials()} == {"add_rms_norm"}
+        found = {(row["direction"], row["sum_in_fp32"]) for row in store.winners(kind="estimated")}
+        assert found == {("forward", 0), ("forward", 1), ("backward", 0)}
+        assert store.winners(op="rms_norm") == []
+    text = output("show", "--op", "add_rms_norm", "--db", path)
+    assert "add_rms_norm, sum in fp32" in text
+    assert "no winners match" in output("show", "--op", "rms_norm", "--db", path)
+
+
+def test_a_sum_in_fp32_needs_an_op_that_adds():
+    told = refused("explain", "--hidden", 4096, "--rows", 4, "--sum-in-fp32", "--arch", "sm_90")
+    assert "rms_norm adds nothing; give --op add_rms_norm too" in told
+
+
 BROKEN = {
     "single_block": ("def plan(p):\n", "def plan(p):\n    assert p.M != 64, 'no rows for me'\n"),
     "two_pass": ("import triton\n", "import triton\n\nraise ValueError('no table')\n"),
@@ -373,7 +396,7 @@ def db(tmp_path):
             Trial(FORWARD, failed, TrialState.COMPILE, reason="OutOfResources: [shared] memory"),
             Trial(FORWARD, failed, TrialState.OK, kind="estimated", estimate_us=31.5),
         ):
-            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.14")
+            store.add_all(sweep, [trial], PROTOCOL, triton_minor(), "2.14")
         store.finish_sweep(sweep)
     return path
 
@@ -559,7 +582,7 @@ def reject(db, config, problem=FORWARD):
     digest = combined_digest(problem, config, op_spec("rms_norm"))
     trial = Trial(replace(problem, rows=7), config, TrialState.INCORRECT, digest=digest, reason="y: NaN")
     with Store.open(db) as store:
-        store.add(store.begin_sweep(H200, {}, {}, 0), trial, PROTOCOL, triton_minor(), "2.14")
+        store.add_all(store.begin_sweep(H200, {}, {}, 0), [trial], PROTOCOL, triton_minor(), "2.14")
 
 
 def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -607,7 +630,7 @@ def test_render_looks_for_the_row_count_as_a_call_does(tmp_path):
             trial = Trial(
                 replace(FORWARD, rows=rows), config, TrialState.OK, digest=digest, measurement=measurement(9.0)
             )
-            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.14")
+            store.add_all(sweep, [trial], PROTOCOL, triton_minor(), "2.14")
         store.finish_sweep(sweep)
     for rows, config in ((8, near), (9, far)):
         _, origin = rendered("forward", "--hidden", 4096, "--rows", rows, "--db", tmp_path / "tune.db")
@@ -622,14 +645,15 @@ def test_render_where_torch_wins_asks_for_a_family(db):
     assert re.search(r"torch's own op \(measured at 16384 rows on .*, trial 2\)\); name a family", told)
 
 
-def test_families_lists_all_with_their_parameters():
-    members = load_space("rms_norm").members
-    found = json.loads(output("families", "--json"))
+@pytest.mark.parametrize("op", OPS)
+def test_families_lists_all_with_their_parameters(op):
+    members = load_space(op).members
+    found = json.loads(output("families", "--op", op, "--json"))
     assert [(f["direction"], f["family"], f["baseline"]) for f in found] == [
         (*k, m.baseline) for k, m in members.items()
     ]
     assert [list(f["parameters"]) for f in found] == [list(m.parameters) for m in members.values()]
-    text = output("families")
+    text = output("families", "--op", op)
     for family in members.values():
         assert family.about in text
         assert all(f" {name}: " in text for name in family.parameters)

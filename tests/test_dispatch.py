@@ -57,6 +57,13 @@ def test_torch_where_it_won(answers):
     assert answers(timed(Config("torch"), 5.0, digest="-"), timed(FIRST, 10.0))[0] is None
 
 
+def test_torch_also_where_another_release_of_it_won(tmp_path):
+    """What it beat has not changed; a sweep times it again (tests/test_sweep.py)."""
+    path = tmp_path / "tune.db"
+    keep(path, timed(Config("torch"), 5.0, digest="-"), timed(FIRST, 10.0), torch="1.0")
+    assert next(dispatch.rungs(path, PROBLEM, H200)).config is None
+
+
 def test_what_the_gate_rejected_at_another_row_count_never_answers(answers):
     elsewhere = replace(PROBLEM, rows=4096)
     assert FIRST not in answers(timed(FIRST, 10.0), wrong(FIRST, problem=elsewhere))
@@ -139,7 +146,8 @@ def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monk
     assert "OutOfResources: shared memory" in record.getMessage()
 
 
-# Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is given.
+# Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is
+# given, out a place that every kernel may write to.
 CHANGES = {
     "x": [torch.empty(4, 64).half(), torch.empty(4, 65).bfloat16(), torch.empty(5, 64).bfloat16()],
     "weight": [None, torch.empty(64), torch.empty(64).half()],
@@ -147,6 +155,7 @@ CHANGES = {
     "offset": [1.0],
     "casting": ["llama"],
     "policy": ["deterministic", "invariant"],
+    "out": [],
 }
 
 

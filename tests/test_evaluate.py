@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 from fake_gpu import DEFAULT, H200, PROBLEM, make_resources, measurement, template_of
 
-from tunegen import paths, render
+from tunegen import paths, render, serving
+from tunegen.bench import FINAL_ROUNDS, WARM_UP_SECONDS, Screened
 from tunegen.compile import first_line
 from tunegen.errors import CompileError
 from tunegen.evaluate import COMPILED, Session
 from tunegen.model import Config, Launch, Plan, Resources, Trial, TrialState
 from tunegen.ops import op_spec
-from tunegen.serving import Server
+from tunegen.serving import KEPT_BYTES, Server
 from tunegen.spending import Spent
 from tunegen.verify import Verdict
 
@@ -31,7 +32,7 @@ class Here(Session):
         self.benches, self.times = [], list(times)
         self.bench = self._bench(0.2)
         self.verdict = Verdict(True, 0.5)
-        self.best, self.timed, self.seconds = math.inf, {}, Spent()
+        self.best, self.by_machine, self.seconds = None, {}, Spent()
         self.grid, self.verified = (1,), []
 
     def _bench(self, warm_up):
@@ -41,7 +42,8 @@ class Here(Session):
                 tensors=[{}],
                 call=lambda variant: variant,
                 capture=lambda call: call,
-                screen=lambda graph, best: self.time(),
+                replayed=0.0,
+                screen=lambda graph, best: Screened(self.time(), True),
                 measure=lambda graphs, blocks: [self.time() for _ in graphs],
             )
         )
@@ -127,23 +129,25 @@ def test_what_was_found_wrong_or_has_no_known_machine_code_stands_for_no_other(d
     assert [session.screen(c, None).state for c in (DEFAULT, other)] == [TrialState.OK] * 2
 
 
-def test_best_score_so_far_is_what_the_next_is_held_against(digest):
-    session, held = Here([9.0, 8.0, 8.5]), []
-    session.bench.screen = lambda graph, best: held.append(best) or session.time()
-    for warps in (1, 2, 4):
+def test_best_so_far_is_what_the_next_is_timed_beside(digest):
+    session, held, leads = Here(), [], [True, False, True, True]
+    session.bench.capture = lambda call: len(held)  # graphs by number
+    session.bench.screen = lambda graph, best: held.append(best) or Screened(session.time(), leads[graph])
+    for warps in (1, 2, 4, 8):
         session.screen(Config.of("tile", {"ROWS": 4, "num_warps": warps}), None)
-    assert held == [math.inf, 0.9, 0.8]
+    assert held == [None, 0, 0, 2]
 
 
-def test_finals_take_three_rounds_on_buffers_of_their_own_and_compile_the_formula_once(digest):
-    session = Here([8.0, 20.0, 8.4, 7.9])
+def test_finals_take_their_rounds_on_buffers_of_their_own_and_compile_the_formula_once(digest):
+    times = [8.0, 8.4, 7.9, 8.1, 8.2, 8.0]
+    session = Here([times[0], 20.0, *times[1:]])
     compiled = Trial(PROBLEM, COMPILED, TrialState.OK, kind="baseline")
     tile, formula = session.finals([Trial(PROBLEM, DEFAULT, TrialState.OK), compiled])
-    assert tile.measurement.rounds == pytest.approx((0.8, 0.84, 0.79))
+    assert tile.measurement.rounds == pytest.approx([us / 10 for us in times])
     assert tile.measurement.score == pytest.approx(0.81)  # their mean
-    assert len(tile.measurement.blocks) == 9
+    assert len(tile.measurement.blocks) == 3 * FINAL_ROUNDS
     assert formula.measurement.rounds == (2.0,)
-    assert len(session.benches) == 3
+    assert len(session.benches) == FINAL_ROUNDS == len(times)
 
 
 def test_kernel_whose_timing_failed_stands_for_no_other(digest):
@@ -151,17 +155,17 @@ def test_kernel_whose_timing_failed_stands_for_no_other(digest):
     session.bench.screen = lambda graph, best: fail(RuntimeError("out of memory"))
     with pytest.raises(RuntimeError):
         session.screen(DEFAULT, SPENT)
-    session.bench.screen = lambda graph, best: session.time()
+    session.bench.screen = lambda graph, best: Screened(session.time(), True)
     assert session.screen(Config.of("tile", {"ROWS": 4, "num_warps": 4}), SPENT).state is TrialState.OK
 
 
 def test_formula_that_does_not_compile_costs_its_baseline_only(digest, monkeypatch):
-    session = Here([8.0] * 3)
+    session = Here([8.0] * FINAL_ROUNDS)
     broken = replace(SPEC, compiled_call=lambda problem: fail(RuntimeError("no compiler")))
     monkeypatch.setattr(session, "spec", broken)
     compiled = Trial(PROBLEM, COMPILED, TrialState.OK, kind="baseline")
     (tile,) = session.finals([Trial(PROBLEM, DEFAULT, TrialState.OK), compiled])
-    assert tile.measurement.rounds == (0.8, 0.8, 0.8)
+    assert tile.measurement.rounds == (0.8,) * FINAL_ROUNDS
 
 
 @pytest.fixture
@@ -175,9 +179,11 @@ def server(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1000)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     found = Server.__new__(Server)
-    found.faults = faults
+    found.faults, found.freed, found.emptied = faults, 0, 0
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 1000 + found.freed)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(found, "emptied", found.emptied + 1))
     found.session = SimpleNamespace(seconds=Spent())
     found.session.seconds["timing"] = 2.0
     found.session.bench = object()
@@ -227,3 +233,36 @@ def test_session_that_lost_its_buffers_is_to_be_replaced(server):
         raise RuntimeError("out of memory")
 
     assert server._answer(renew)[:3] == ((TrialState.RUNTIME, "RuntimeError: out of memory"), 0, True)
+
+
+@pytest.mark.parametrize(("freed", "emptied"), [(0, 0), (KEPT_BYTES, 0), (KEPT_BYTES + 1, 1)])
+def test_memory_that_a_candidate_leaves_behind_is_kept_for_the_next_up_to_a_limit(server, freed, emptied):
+    server.freed = freed
+    server._answer(lambda: "a trial")
+    assert server.emptied == emptied
+
+
+def test_replays_that_are_measured_are_told_apart_from_what_is_spent_around_them(digest):
+    session = Here()
+
+    def screen(graph, best):
+        time.sleep(0.02)
+        session.bench.replayed += 0.015
+        return Screened(session.time(), True)
+
+    session.bench.screen = screen
+    session.screen(DEFAULT, None)
+    assert session.seconds["measured replays"] == pytest.approx(0.015)
+    assert 0.005 <= session.seconds["between replays"] < 0.2
+
+
+def test_only_the_first_problem_of_a_process_is_warmed_up_for_long(monkeypatch):
+    opened = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(serving, "Session", lambda *given: opened.append(given[-1]))
+    found = Server.__new__(Server)
+    found.warm, found.facts, found.device, found.seed = False, SimpleNamespace(silicon=H200), None, 0
+    found.ahead = SimpleNamespace(join=lambda: opened.append("joined"))
+    for _ in range(2):
+        found.open(PROBLEM)
+    assert opened == ["joined", WARM_UP_SECONDS, "joined", serving.WARM_UP_AGAIN]

@@ -17,6 +17,7 @@ import tunegen
 from tunegen import cli, dispatch, explanation
 from tunegen.explanation import explain_problem
 from tunegen.model import Config
+from tunegen.ops import arguments
 
 
 def valid(rows):
@@ -91,7 +92,7 @@ def test_baselines_do_not_answer(db):
 
 def on_a_gpu(monkeypatch):
     """Tensors of the CPU pass for those of cuda:0."""
-    monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, weight: True)
+    monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, *others: True)
     key_of = OP_MODULE.key_of
     monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key_of(*args, **named)._replace(device=0))
 
@@ -108,6 +109,23 @@ def test_call_is_explained_in_the_directions_it_needs(db, monkeypatch):
     assert forward.why == f"built-in default on {H200.name}"
     x.requires_grad_()
     assert not tunegen.explain(x, w.detach())[1].problem.weight_grad
+
+
+def test_call_with_a_residual_is_one_of_the_other_op(monkeypatch, tmp_path):
+    monkeypatch.setenv("TUNEGEN_DB", str(tmp_path / "no.db"))
+    x, w = torch.empty(8, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    (here,) = tunegen.explain(x, w, residual=x)
+    assert (here.problem.op, here.answer, here.why) == ("add_rms_norm", "torch operators", "x is on cpu")
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr("tunegen.explanation.silicon_of", lambda index: H200)
+    forward, backward = tunegen.explain(x, w, residual=x.clone().requires_grad_(), sum_in_fp32=True)
+    assert (forward.problem.sum_in_fp32, backward.problem.sum_in_fp32) == (True, False)
+    assert backward.answer.startswith("persistent_partials") or not backward.problem.weight_grad
+    assert forward.remedy.endswith(
+        "tunegen sweep --op add_rms_norm --hidden 4096 --rows 8 --direction forward --sum-in-fp32"
+    )
+    with pytest.raises(ValueError, match="residual must have x's shape"):
+        tunegen.explain(x, w, residual=x[:1])
 
 
 def test_what_is_explained_is_what_dispatch_chooses(db, monkeypatch):
@@ -210,7 +228,7 @@ def test_calls_without_kernels_say_why(x, words):
 def test_reasons_agree_with_the_hot_check(monkeypatch):
     """Each reason holds where `has_kernels` is false for it alone."""
     x = SimpleNamespace(is_cuda=True, numel=lambda: 4, device="cuda:0")
-    monkeypatch.setattr(OP_MODULE, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
     assert (OP_MODULE.has_kernels(x, None), OP_MODULE.no_kernels_because(x, None)) == (True, "")
     empty = SimpleNamespace(is_cuda=True, numel=lambda: 0, device="cuda:0")
     for tensor, weight, words in ((empty, None, "no elements"), (x, torch.ones(4), "Tensor is no plain tensor")):

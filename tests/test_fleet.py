@@ -21,7 +21,7 @@ from tunegen.fleet import sweep_gpus
 from tunegen.progress import SweepProgress
 from tunegen.silicon import of_arch
 from tunegen.store import Store
-from tunegen.sweep import merged
+from tunegen.sweep import together
 
 PROBLEMS = [replace(PROBLEM, rows=rows) for rows in (1, 4, 64, 1024, 4096, 16384)]
 REPOSITORY = paths.PACKAGE.parent
@@ -78,11 +78,9 @@ def test_alike_gpus_share_the_problems(host):
     assert set(keys.values()) == {1}
     assert host.told.trials.keys() == {"cuda:0", "cuda:1"}, "each takes its first one while the other works on one"
     assert sum(host.told.trials.values()) == len(host.rows())
-    together = merged(results)
-    assert {t.problem for t in together.finals} == set(PROBLEMS)
-    assert together.seconds["starting processes"] == pytest.approx(
-        sum(r.seconds["starting processes"] for r in results)
-    )
+    whole = together(results)
+    assert {t.problem for t in whole.finals} == set(PROBLEMS)
+    assert whole.seconds["starting processes"] == pytest.approx(sum(r.seconds["starting processes"] for r in results))
 
 
 def test_gpus_that_differ_by_the_size_of_their_memory_alone_are_alike(host):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tunegen.reference import Expected
-from tunegen.verify import deviation
+from tunegen.ulps import deviation
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
@@ -71,5 +71,5 @@ def test_inf_is_far_off():
 def test_the_typical_error_is_the_root_mean_square(monkeypatch):
     got = column(1.0 + 3 * 2**-7, 1.0, 1.0 - 4 * 2**-7, 1.0)
     assert deviation(got, Expected(column(1.0, 1.0, 1.0, 1.0)), "bf16") == (4.0, 2.5)
-    monkeypatch.setattr("tunegen.verify.CHUNK_ELEMENTS", 3)
+    monkeypatch.setattr("tunegen.ulps.CHUNK_ELEMENTS", 3)
     assert deviation(got, Expected(column(1.0, 1.0, 1.0, 1.0)), "bf16") == (4.0, 2.5)

@@ -11,16 +11,19 @@ import pytest
 from tunegen.model import Config, Problem
 from tunegen.ops import OPS, op_spec
 from tunegen.render import render, templates
+from tunegen.space import load_space
 
 FOLDER = Path(__file__).parent / "golden"
 CASES = [(op, template) for op in OPS for template in templates(op)]
 
 
 def default_rendering(op: str, template: str) -> str:
-    """With weight, casting fp32, no offset, fp32 sums, and rstd saved."""
+    """With weight, casting fp32, no offset, fp32 sums, rstd saved, and the second kernel started early."""
     direction, family = template.split("_", 1)
     problem = Problem(op, direction, 4096, 16384, weight_grad=direction == "backward")
-    structure = {"RSTD": "saved"} if direction == "backward" else {}
+    found = load_space(op).family(direction, family)
+    assert found is not None, f"{template} has no family in the search space"
+    structure = {name: word for name, word in {"RSTD": "saved", "PDL": "on"}.items() if name in found.parameters}
     spec = op_spec(op)
     return render(op, template, spec.flags(problem, Config.of(family, structure))[-1]).text
 

@@ -93,7 +93,7 @@ def test_neighbours_differ_in_size_only(tmp_path):
         sweep = store.begin_sweep(H200, {}, {}, 0)
         for other in others:
             trial = Trial(other, HERE, TrialState.OK, digest="d", measurement=measurement)
-            store.add(sweep, trial, PROTOCOL, triton_minor(), "2.11")
+            store.add_all(sweep, [trial], PROTOCOL, triton_minor(), "2.11")
         store.finish_sweep(sweep)
         found = neighbours(store, PROBLEM, H200)
     assert sorted(found) == [Winner(1024, 4096, HERE), Winner(4096, 5120, HERE)]

@@ -18,14 +18,17 @@ def fresh(code: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "RMSNorm"])
-def test_the_op_loads_nothing_that_only_tuning_needs(name):
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("rms_norm", "rms_norm(x)"), ("RMSNorm", "RMSNorm(8)(x)"), ("add_rms_norm", "add_rms_norm(x, x)[0]")],
+)
+def test_the_op_loads_nothing_that_only_tuning_needs(name, call):
     code = f"""
 import sys, torch
 before = set(sys.modules)
 from tunegen import {name}
 x = torch.ones(2, 8, requires_grad=True)
-({name}(x) if "{name}" == "rms_norm" else {name}(8)(x)).sum().backward()
+{call}.sum().backward()
 print(*sorted(m.partition(".")[0] for m in set(sys.modules) - before))
 """
     loaded = set(fresh(code).stdout.split())

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import OP, SPEC, TEMPLATES, family_of, moderate, problems
+from kernel_cases import TEMPLATES, family_of, moderate, nests, problems
 
-from tunegen.compile import compile_candidate
+from tunegen.compile import compile_candidate, launch_options, load, make_plan
 from tunegen.errors import CompileError
 from tunegen.layouts import rows_of
 from tunegen.model import Config, Problem, Silicon
+from tunegen.ops import OPS, op_spec
+from tunegen.render import renderings
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
 
@@ -41,7 +43,7 @@ def test_compiles_without_spills_for(template: str, arch: str) -> None:
     silicon = of_arch(arch)
     problem = first_problem(template, silicon)
     for config in moderate(problem, template, silicon):
-        found = compile_candidate(SPEC, problem, config, silicon)
+        found = compile_candidate(op_spec(problem.op), problem, config, silicon)
         assert found.registers is not None, "cuobjdump said nothing"
         assert 0 < found.registers <= 255
         assert found.spill_bytes == 0, config.label()
@@ -63,21 +65,22 @@ def test_every_contract_compiles(template: str, x: str, w: str, contract: dict[s
     silicon = of_arch("sm_90")
     problem = first_problem(template, silicon, x, w, **contract)
     for config in moderate(problem, template, silicon):
-        assert compile_candidate(SPEC, problem, config, silicon).registers
+        assert compile_candidate(op_spec(problem.op), problem, config, silicon).registers
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if nests(t)])
 def test_rows_at_no_common_distance_compile_without_spills(template: str) -> None:
     """As transposed heads lie: 32 of them over 4096 positions."""
     silicon = of_arch("sm_90")
     problem = first_problem(template, silicon)
     heads = torch.empty(2, 32, 4096, problem.hidden, device="meta").transpose(1, 2)
-    for layout in SPEC.nestable(problem):
-        scalars = SPEC.scalars(problem)
+    usual = op_spec(problem.op)
+    for layout in usual.nestable(problem):
+        scalars = usual.scalars(problem)
         for name in layout:
             scalars |= rows_of(heads).arguments(name)
         spec = replace(
-            SPEC, scalars=lambda p, found=scalars: found, flags=lambda p, c, _, use=layout: SPEC.flags(p, c, use)
+            usual, scalars=lambda p, found=scalars: found, flags=lambda p, c, _, use=layout: usual.flags(p, c, use)
         )
         for config in moderate(problem, template, silicon):
             assert compile_candidate(spec, problem, config, silicon).spill_bytes == 0, (layout, config.label())
@@ -90,30 +93,60 @@ def test_a_block_narrower_than_the_row_does_not_compile(template: str) -> None:
     config = moderate(problem, template, silicon)[0]
     narrow = Config.of(config.family, {**dict(config.parameters), "BLOCK_SIZE": config.numbers["BLOCK_SIZE"] // 2})
     with pytest.raises(CompileError, match="row"):
-        compile_candidate(SPEC, problem, narrow, silicon)
+        compile_candidate(op_spec(problem.op), problem, narrow, silicon)
 
 
 def test_an_odd_width_needs_fewer_registers_than_its_block() -> None:
     silicon = of_arch("sm_90")
-    full = Problem(OP, "forward", 8192, 16384)
+    full = Problem("rms_norm", "forward", 8192, 16384)
     config = Config.of("single_block", {"BLOCK_SIZE": 8192, "ROWS": 1, "num_warps": 8})
-    padded, whole = (compile_candidate(SPEC, p, config, silicon).registers for p in (replace(full, hidden=5120), full))
+    padded, whole = (
+        compile_candidate(op_spec(p.op), p, config, silicon).registers for p in (replace(full, hidden=5120), full)
+    )
     assert padded < whole, "N is a constant: lanes beyond it must vanish"
+
+
+@pytest.mark.parametrize(("arch", "early"), [("sm_90", True), ("sm_89", False)])
+@pytest.mark.parametrize("op", OPS)
+def test_second_kernel_starts_early_where_the_hardware_can(op: str, arch: str, early: bool) -> None:
+    """And waits for the first one, which lets it start: else it would add what is not there yet."""
+    silicon = of_arch(arch)
+    problem = Problem(op, "backward", 4096, 16384, weight_grad=True)
+    config = load_space(op).candidates(problem, silicon, "persistent_partials")[0]
+    source = renderings(problem, config, op_spec(op))[0]
+    first, second = make_plan(load(source), config, 4096, 16384, silicon.sms).launches
+    assert (first.pdl, second.pdl) == (False, early)
+    assert launch_options(second, config).get("launch_pdl", False) == early
+    ahead, behind = source.text.split("def sum_partials")
+    assert ("gdc_launch_dependents" in ahead, "gdc_wait" in behind) == (early, early)
+
+
+@pytest.mark.parametrize("hidden", [4096, 5120])
+@pytest.mark.parametrize("op", OPS)
+def test_what_runs_untuned_does_not_spill_at_the_usual_widths(op: str, hidden: int) -> None:
+    silicon, space, spec = of_arch("sm_90"), load_space(op), op_spec(op)
+    for rows in (64, 1024, 16384):
+        forward = Problem(op, "forward", hidden, rows)
+        backward = replace(forward, direction="backward")
+        for problem in (forward, backward, replace(backward, weight_grad=True)):
+            default = space.default(problem, silicon)
+            assert default is not None
+            assert compile_candidate(spec, problem, default, silicon).spill_bytes == 0, default.label()
 
 
 def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels of backward, by the driver of a machine with a GPU; the digest is that of their machine code."""
     silicon = of_arch("sm_90")
-    problem = first_problem("backward_persistent_partials", silicon)
+    problem = first_problem("rms_norm/backward_persistent_partials", silicon)
     family = load_space("rms_norm").candidates(problem, silicon, "persistent_partials")
     built: list[str] = []
     active = SimpleNamespace(launcher_cls=lambda source, metadata: built.append(metadata.name))
     monkeypatch.setattr("triton.runtime.driver._active", active)
-    first, second = (compile_candidate(SPEC, problem, config, silicon) for config in family[:2])
+    first, second = (compile_candidate(op_spec(problem.op), problem, config, silicon) for config in family[:2])
     assert built == ["backward_persistent_partials", "sum_partials"] * 2
     assert len(first.binary) == 64
     assert first.binary != second.binary
-    assert compile_candidate(SPEC, problem, family[0], silicon) == first
+    assert compile_candidate(op_spec(problem.op), problem, family[0], silicon) == first
 
 
 @pytest.mark.timeout(900)

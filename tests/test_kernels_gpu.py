@@ -12,17 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
-    SPACE,
-    SPEC,
     TEMPLATES,
     carried,
     check,
     family_of,
     gate_of,
+    in_place_runner,
     moderate,
+    nests,
     outputs,
     placed_runner,
     problems,
+    rounds_twice,
+    space_of,
     spread,
     variants,
 )
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from tunegen.launch import Variant
 from tunegen.model import Config, Problem, Silicon
+from tunegen.ops import op_spec
 from tunegen.pool import compile_candidate
 from tunegen.reference import DTYPES
 from tunegen.silicon import query
@@ -153,17 +156,17 @@ def test_h04_widths_that_no_vector_divides(template: str, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(999, 128), (37, 1000)], ids=str)
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if nests(t)])
 def test_rows_at_no_common_distance(template: str, shape: tuple[int, int]) -> None:
     for problem, config in carried_cases(template, *shape, "bf16"):
-        for layout in SPEC.nestable(problem):
+        for layout in op_spec(problem.op).nestable(problem):
             for variant in variants(problem, config, GPU, silicon().sms, layout):
                 check(problem, variant, gate_of(problem, GPU, ALLOWANCE))
 
 
 @pytest.mark.parametrize(
     ("apart", "shift"),
-    [({"x": 3, "dy": 5}, 1), ({"x": 24, "dy": 8}, 0)],
+    [({"x": 3, "dy": 5, "residual": 7, "dsum": 1}, 1), ({"x": 24, "dy": 8, "residual": 40, "dsum": 16}, 0)],
     ids=["nothing_aligned", "strides_of_16"],
 )
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -173,18 +176,36 @@ def test_strides_and_alignment(template: str, apart: dict[str, int], shift: int)
         check(problem, variant, gate_of(problem, GPU, ALLOWANCE), placed_runner(variant, apart, shift))
 
 
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_outputs_may_lie_over_the_inputs(template: str) -> None:
+    for home, config in carried_cases(template, 37, 5120, "bf16"):
+        for problem in (home, replace(home, sum_in_fp32=True)):
+            gate = gate_of(problem, GPU, ALLOWANCE)
+            for variant in variants(problem, config, GPU, silicon().sms):
+                for _ in range(20):  # the damage would be a race
+                    check(problem, variant, gate, in_place_runner(variant))
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_the_sum_in_fp32(template: str) -> None:
+    for home, config in carried_cases(template, 1000, 769, "bf16"):
+        problem = replace(home, sum_in_fp32=True)
+        check_cases([(problem, config)])
+
+
 def last_row_case(problem: Problem, spaced: bool) -> dict[str, Tensor]:
-    """In the last row x is 1 and dy alternates between 1 and -0.5, elsewhere both are 0; the weight is 1, outputs NaN.
+    """In the last row x is 1 and dy alternates between 1 and -0.5, elsewhere both are 0, as are residual and dsum; the
+    weight is 1, outputs NaN.
 
     `spaced`: two rows that lie 2^31 elements apart.
     """
-    shapes = SPEC.tensors(problem)
+    shapes = op_spec(problem.op).tensors(problem)
     tensors = {
         name: torch.full(shape.shape, torch.nan, dtype=DTYPES[shape.dtype], device=GPU)
         for name, shape in shapes.items()
         if shape.role == "output"
     }
-    for name in ("x", "dy"):
+    for name in ("x", "dy", "residual", "dsum"):
         if name in shapes:
             size = 2**31 + problem.hidden if spaced else problem.rows * problem.hidden
             flat = torch.zeros(size, dtype=DTYPES[problem.x_dtype], device=GPU)
@@ -201,7 +222,7 @@ def last_row_case(problem: Problem, spaced: bool) -> dict[str, Tensor]:
 
 def run_last_row(problem: Problem, variant: Variant, spaced: bool) -> None:
     tensors = last_row_case(problem, spaced)
-    scalars = SPEC.scalars(problem)
+    scalars = op_spec(problem.op).scalars(problem)
     if spaced:
         scalars |= {name: 2**31 for name in scalars if name.endswith("_row_stride")}
     variant(problem.rows, {**{f"{name}_ptr": tensor for name, tensor in tensors.items()}, **scalars})
@@ -236,7 +257,7 @@ def test_h06_more_elements_than_int32_counts(template: str, shape: tuple[int, in
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_h06_a_stride_that_int32_does_not_hold(template: str) -> None:
-    need_memory(10)
+    need_memory(14)
     for problem, config in carried_cases(template, 2, 128, "bf16"):
         run_last_row(problem, list(variants(problem, config, GPU, silicon().sms))[-1], spaced=True)
 
@@ -244,15 +265,16 @@ def test_h06_a_stride_that_int32_does_not_hold(template: str) -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_deterministic_policy_repeats_its_bits(template: str) -> None:
     for problem, config in home_cases(template, "bf16", "fp32", "fp32", False):
-        if family_of(template) not in SPACE.families(replace(problem, policy="deterministic"), silicon()):
+        if family_of(template) not in space_of(problem).families(replace(problem, policy="deterministic"), silicon()):
             pytest.skip(f"{template} is not offered under the deterministic policy")
-        given = SPEC.inputs(problem, GPU, seed=0)
+        spec = op_spec(problem.op)
+        given = spec.inputs(problem, GPU, seed=0)
         variant = list(variants(problem, config, GPU, silicon().sms))[-1]
         results = []
         for _ in range(10):
-            shapes = {name: SPEC.tensors(problem)[name] for name in outputs(problem, variant)}
+            shapes = {name: spec.tensors(problem)[name] for name in outputs(problem, variant)}
             made = {n: torch.full(t.shape, torch.nan, dtype=DTYPES[t.dtype], device=GPU) for n, t in shapes.items()}
-            variant_runner(SPEC, variant)(problem, {**given, **made})
+            variant_runner(spec, variant)(problem, {**given, **made})
             results.append(made)
         for name, first in results[0].items():
             assert not first.isnan().any()

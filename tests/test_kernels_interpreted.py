@@ -8,28 +8,30 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import (
-    SPACE,
-    SPEC,
     TEMPLATES,
     carried,
     check,
     evenly,
     family_of,
     gate_of,
+    in_place_runner,
+    nests,
     placed_runner,
     problems,
     programs,
+    rounds_twice,
+    space_of,
     variants,
 )
 
 from tunegen.model import Config, Problem, Silicon
-from tunegen.ops import rms_norm_spec
+from tunegen.ops import op_spec, rms_norm_spec
 
 pytestmark = pytest.mark.interpreter
 
 CPU = torch.device("cpu")
 SMS = 4
-SILICON = Silicon("interpreter", 90, SMS, 2**20, 0, 0, 227 * 1024)
+SILICON = Silicon("interpreter", 89, SMS, 2**20, 0, 0, 227 * 1024)
 PROGRAMS = 80
 """In the largest grid of a case: a program takes about five milliseconds."""
 
@@ -52,7 +54,7 @@ def configs(template: str, problem: Problem, count: int) -> list[Config]:
     """`count` for every choice of structure, from the largest tile that PROGRAMS allows to the smallest."""
     home = replace(problem, rows=HOME[0], hidden=HOME[1])
     distinct: dict[str, dict[str, Config]] = {}
-    for candidate in SPACE.candidates(home, SILICON, family_of(template).name):
+    for candidate in space_of(home).candidates(home, SILICON, family_of(template).name):
         config = carried(candidate, template, problem, SILICON)
         if programs(problem, config, SMS) <= PROGRAMS:  # the number of warps makes no difference here
             distinct.setdefault(str(config.structure), {})[str(config.numbers)] = config
@@ -72,12 +74,14 @@ def check_all(
     **contract: object,
 ) -> None:
     """Every problem of the shape that the template is for, with `count` configs, in every rendering."""
+    if x == "bf16" and rounds_twice(template):  # two truncations on end, as above
+        contract["sum_in_fp32"] = True
     found = problems(template, *HOME, x, w, SILICON, **contract)
     assert found, f"{template} is for no problem with x {x}"
     for problem in (replace(p, rows=shape[0], hidden=shape[1]) for p in found):
         gate = gate_of(problem, CPU, ALLOWANCE)
         for config in configs(template, problem, count):
-            for layout in SPEC.nestable(problem) if nested else [()]:
+            for layout in op_spec(problem.op).nestable(problem) if nested else [()]:
                 for variant in variants(problem, config, CPU, SMS, layout):
                     check(problem, variant, gate, placed_runner(variant, apart) if apart else None)
 
@@ -104,11 +108,29 @@ def test_every_shape(template: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(5, 100), (2, 2500)], ids=str)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_rows_further_apart_than_n(template: str, shape: tuple[int, int]) -> None:
-    check_all(template, shape, "fp32", "fp32", count=2, apart={"x": 13, "dy": 5})
+    check_all(template, shape, "fp32", "fp32", count=2, apart={"x": 13, "dy": 5, "residual": 7, "dsum": 3})
+
+
+@pytest.mark.parametrize(("x", "casting"), [("fp16", "fp32"), ("fp16", "llama"), ("bf16", "fp32")])
+@pytest.mark.parametrize("shape", [(21, 100), (3, 2500)], ids=str)
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_the_sum_in_fp32(template: str, shape: tuple[int, int], x: str, casting: str) -> None:
+    check_all(template, shape, x, x, count=2, casting=casting, sum_in_fp32=True)
+
+
+@pytest.mark.parametrize("sum_in_fp32", [False, True])
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
+def test_outputs_may_lie_over_the_inputs(template: str, sum_in_fp32: bool) -> None:
+    for home in problems(template, *HOME, "fp16", "fp16", SILICON, sum_in_fp32=sum_in_fp32):
+        problem = replace(home, rows=5, hidden=2500)
+        gate = gate_of(problem, CPU, ALLOWANCE)
+        for config in configs(template, problem, 2):
+            for variant in variants(problem, config, CPU, SMS):
+                check(problem, variant, gate, in_place_runner(variant))
 
 
 @pytest.mark.parametrize("shape", [(37, 100), (2, 2500)], ids=str)
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if nests(t)])
 def test_rows_at_no_common_distance(template: str, shape: tuple[int, int]) -> None:
     check_all(template, shape, "fp16", "fp16", nested=True)
 
@@ -127,7 +149,7 @@ def test_another_eps_and_offset_than_is_tuned_with(template: str, monkeypatch: p
 def test_parts_past_the_end_of_the_row_do_nothing(template: str, hidden: int) -> None:
     for problem in problems(template, *HOME, "fp16", "fp16", SILICON):
         narrow = replace(problem, rows=5, hidden=hidden)
-        wide = SPACE.candidates(problem, SILICON, family_of(template).name)[-1]
+        wide = space_of(problem).candidates(problem, SILICON, family_of(template).name)[-1]
         config = carried(Config.of(wide.family, {**dict(wide.parameters), "SPLITS": 8}), template, narrow, SILICON)
         assert 7 * config.numbers["BLOCK_SIZE"] >= hidden, "every part holds columns: the case tests nothing"
         for variant in variants(narrow, config, CPU, SMS):

@@ -14,20 +14,22 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors paths spending policies model",
-    "inputs": "recorded silicon expressions entries space layouts reference ops.rms_norm_spec ops",
+    "records": "errors paths spending policies model spec",
+    "inputs": (
+        "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
+    ),
     "making": "render migrations records liveness store sampler",
     "running": (
-        "compile launch lookup dispatch ops.arguments ops.notes ops.registered ops.rms_norm ops.rms_norm_module "
-        "explanation warming"
+        "compile launch lookup dispatch ops.arguments ops.notes ops.registered ops.rms_norm ops.add_rms_norm "
+        "ops.rms_norm_module explanation warming"
     ),
-    "judging": "verify sensors bench ties estimate",
-    "tuning": "evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
+    "judging": "ulps fused verify sensors ties bench estimate",
+    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
-        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.patching "
-        "integrations.recording"
+        "integrations.eager_backward integrations.hub_kernels integrations.forwards integrations.fusion "
+        "integrations.patching integrations.recording"
     ),
     "gates": (
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
@@ -43,11 +45,12 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "layouts reference ops.rms_norm_spec launch dispatch ops.arguments ops.registered ops.rms_norm ops.rms_norm_module "
-    "explanation warming verify sensors bench evaluate serving integrations.recognition "
-    "integrations.architectures integrations.eager_backward integrations.hub_kernels integrations.forwards "
-    "integrations.patching integrations.recording gates.checks gates.double gates.bf16 gates.stream gates.model "
-    "gates.eager gates.training gates.curves gates.run gates.command"
+    "layouts reference ops.rms_norm_spec ops.add_rms_norm_spec launch dispatch ops.arguments ops.registered "
+    "ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation warming ulps fused verify sensors bench "
+    "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
+    "integrations.hub_kernels integrations.forwards integrations.fusion integrations.patching "
+    "integrations.recording gates.checks "
+    "gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {
     "torch": TORCH,
@@ -58,7 +61,7 @@ HEAVY = {
     "sqlite3": "lookup records liveness store",
     "click": "cli cli_options commands single gates.command",
     "rich": "cli_options commands single progress report gates.command",
-    "triton": "",
+    "triton": "fused",
     "transformers": "",
     "matplotlib": "",
     "platformdirs": "",

@@ -35,6 +35,7 @@ OTHER = {
     "offset": True,
     "weight_grad": True,
     "residual": True,
+    "sum_in_fp32": True,
     "layout": "strided",
     "policy": "deterministic",
     "regime": "warm",
@@ -58,7 +59,7 @@ def write(path, *trials, silicon=HERE, protocol=PROTOCOL, triton=TRITON, state="
     with Store.open(path) as store:
         sweep = store.begin_sweep(silicon, {}, {}, 0)
         for one in trials:
-            store.add(sweep, one, protocol, triton, "2.14")
+            store.add_all(sweep, [one], protocol, triton, "2.14")
         if state != "running":
             store.finish_sweep(sweep, state)
 

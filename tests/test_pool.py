@@ -18,7 +18,7 @@ from fake_gpu import H200, PROBLEM, TILES, FakeGpu
 from tunegen import paths
 from tunegen.liveness import process_identity
 from tunegen.model import Config, Problem, Resources, TrialState
-from tunegen.pool import CompilePool, _is_lost, compile_candidate
+from tunegen.pool import CompilePool, _is_lost, compile_candidate, import_compiler
 
 GOOD = Resources(32, 0, 1024, "binary")
 
@@ -188,3 +188,20 @@ def start_method(problem, config, silicon):
     from tunegen.errors import CompileError
 
     raise CompileError(multiprocessing.get_start_method(allow_none=True) or "fork")
+
+
+def test_processes_start_before_it_is_known_what_to_compile_for(gpu, monkeypatch):
+    monkeypatch.setattr("tunegen.pool.import_compiler", os.getpid)  # quicker
+    with CompilePool(None, workers=2) as pool:
+        pool.prepare()
+        assert len(pool._executor._processes) == 2
+        pool.silicon, pool.compile_one = H200, gpu.compile
+        assert list(pool.compile(PROBLEM, TILES[:2])) == [(config, GOOD) for config in TILES[:2]]
+    with pool_of(gpu) as pool:
+        pool.prepare()
+        assert pool._executor is None  # a stand-in loads nothing
+
+
+def test_what_a_compilation_loads_can_be_loaded_ahead():
+    import_compiler()
+    assert {"tunegen.compile", "tunegen.render"} <= sys.modules.keys()

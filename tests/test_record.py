@@ -141,7 +141,7 @@ def test_forward_of_others_is_recorded_by_what_it_computes():
 @pytest.mark.parametrize("copies", [False, True])
 def test_what_is_copied_is_said_as_the_op_does_it(copies, monkeypatch):
     """Of x and of dy, which the hook sees with the strides that the op will see."""
-    monkeypatch.setattr(recording, "is_copied", lambda tensor: copies)
+    monkeypatch.setattr(recording, "is_copied", lambda tensor, nest: copies)
     found = tunegen.record(tiny("qwen3").train(), {"input_ids": tokens(), "labels": tokens()})
     assert {call.copied for call in found.calls if call.problem.direction == "forward"} == {int(copies)}
     assert {call.copied for call in found.calls if call.problem.direction == "backward"} == {2 * int(copies)}
@@ -222,7 +222,11 @@ def test_unwritable_place_is_named_and_nothing_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"problem": {"op": "layer_norm"}}, "call 1: op must be one of rms_norm, got 'layer_norm'"),
+        ({"problem": {"op": "layer_norm"}}, "call 1: op must be one of rms_norm, add_rms_norm, got 'layer_norm'"),
+        (
+            {"problem": {"sum_in_fp32": True}},
+            "call 1: sum_in_fp32 is true, but only the forward direction of add_rms_norm",
+        ),
         ({"problem": {"direction": "sideways"}}, "direction must be one of forward, backward"),
         ({"problem": {"hidden": 0}}, "hidden must be an integer of at least 1, got 0"),
         ({"problem": {"hidden": 2**31}}, "hidden must be .* at most 2147483647, got 2147483648"),

@@ -209,3 +209,14 @@ def test_optuna_says_nothing(capfd):
     play(Sampler({"tile": tile()}, 70))
     assert capfd.readouterr() == ("", "")
     assert optuna.logging.get_verbosity() == optuna.logging.ERROR  # for the process: it is left so
+
+
+def test_what_will_be_asked_for_in_any_case_may_be_compiled_ahead():
+    families = {"tile": FamilySampler(VALID[:20], LARGE, 0, ranks={c: cost(c) for c in VALID[:20]})}
+    sampler = Sampler(families, 20)
+    first = sampler.ask(4)
+    rest = sampler.certain()
+    assert sorted(map(repr, [*first, *rest])) == sorted(map(repr, VALID[:20]))
+    assert [cost(config) for config in rest] == sorted(cost(config) for config in rest)
+    short = Sampler({"tile": FamilySampler(VALID[:20], LARGE, 0)}, 19)
+    assert short.certain() == []

@@ -38,6 +38,7 @@ OTHER = {
     "offset": True,
     "weight_grad": True,
     "residual": True,
+    "sum_in_fp32": True,
     "layout": "strided",
     "policy": "deterministic",
     "regime": "warm",
@@ -65,7 +66,7 @@ def begin(store, silicon=HERE):
 
 
 def add(store, sweep, trial):
-    return store.add(sweep, trial, 1, "3.8", "2.14")
+    return store.add_all(sweep, [trial], 1, "3.8", "2.14")[0]
 
 
 @pytest.fixture
@@ -106,6 +107,16 @@ def test_samples_have_clocks_power_and_temperature_where_they_are_known(store):
     columns = "sm_mhz, memory_mhz, watts, celsius"
     found = store._connection.execute(f"SELECT {columns} FROM samples ORDER BY block").fetchall()
     assert found == [tuple(known), (None,) * 4, tuple(known)]
+
+
+def test_rounds_and_blocks_that_do_not_count_are_stored(store):
+    trial = measured(12.0)
+    known = replace(trial.measurement, kept=(True, False, True), round_of=(0, 0, 1))
+    add(store, begin(store), replace(trial, measurement=known))
+    found = store._connection.execute("SELECT round, kept FROM samples ORDER BY block").fetchall()
+    assert found == [(0, 1), (0, 0), (1, 1)]
+    (back,) = store.seen(HERE, PROBLEM, "3.8", 1, "measured").values()
+    assert back.measurement == known
 
 
 def final(us, tied, **changes):
@@ -163,8 +174,10 @@ def test_database_of_the_first_schema_is_brought_up_to_date(tmp_path):
     with Store.open(path) as opened:
         (winner,) = opened.winners()
         assert (winner["us"], winner["tied"], winner["gains"], winner["tie"]) == (8.0, None, None, 0)
+        assert winner["sum_in_fp32"] == 0
         add(opened, begin(opened), final(7.0, True))
         assert [row["us"] for row in opened.trials()] == [8.0, 7.0]
+        assert opened._connection.execute("SELECT round, kept FROM samples WHERE us = 8").fetchall() == [(None, 1)]
 
 
 def test_trial_comes_back_as_it_went_in(store):
@@ -214,8 +227,8 @@ def test_gpu_triton_protocol_and_kind_are_part_of_the_key(store):
     elsewhere = replace(HERE, sms=HERE.sms - 1)
     sweep = begin(store)
     add(store, sweep, measured(20.0))
-    store.add(sweep, measured(20.0), 2, "3.8", "2.14")
-    store.add(sweep, measured(20.0), 1, "3.6", "2.14")
+    store.add_all(sweep, [measured(20.0)], 2, "3.8", "2.14")
+    store.add_all(sweep, [measured(20.0)], 1, "3.6", "2.14")
     add(store, sweep, measured(20.0, kind="baseline"))
     add(store, begin(store, elsewhere), measured(20.0))
     assert len(store.trials()) == 5

@@ -42,6 +42,7 @@ from tunegen.model import PROTOCOL, Config
 from tunegen.ops import op_spec
 from tunegen.pool import CompilePool
 from tunegen.recorded import RecordedCall, Recording
+from tunegen.sampler import Sampler
 from tunegen.standing import FINALISTS
 from tunegen.store import Store
 from tunegen.sweep import sweep_gpu
@@ -703,7 +704,7 @@ def test_h19_own_winner_is_shown_where_another_sweep_found_a_better_one(bench):
     with Store.open(bench.db) as store:
         other = store.begin_sweep(H200, {}, {}, 0)
         faster = replace(trial, stage="final", measurement=measurement(1.0), band=0.01, tied=True, gains=True)
-        store.add(other, faster, PROTOCOL, triton_minor(), "")
+        store.add_all(other, [faster], PROTOCOL, triton_minor(), "")
     assert bench.winner() == family_and_parameters(trial.config)
     assert shown(bench, result) == [BEST.label()]
 
@@ -807,3 +808,15 @@ def test_recorded_step_is_weighed_by_its_counts(bench, tmp_path):
         f"A step makes 9 of these norm calls, {tuned / 1e3:.2f} ms of GPU time tuned; {default / 1e3:.2f} ms by "
         f"the built-in default ({(default - tuned) / 1e3:.2f} ms gained)"
     ) in done.stderr
+
+
+@pytest.mark.parametrize(("budget", "ahead", "more"), [(200, 4, True), (200, 0, False), (15, 4, False)])
+def test_compilers_work_ahead_of_the_batch_where_all_candidates_will_be_tried(bench, monkeypatch, budget, ahead, more):
+    begun, asked = [], []
+    begin, ask = CompilePool.begin, Sampler.ask
+    monkeypatch.setattr(CompilePool, "begin", lambda pool, *given: begun.append(len(given[1])) or begin(pool, *given))
+    monkeypatch.setattr(Sampler, "ask", lambda sampler, count: asked.append(ask(sampler, count)) or asked[-1])
+    monkeypatch.setattr("tunegen.sweep.BATCH", 4)
+    monkeypatch.setattr("tunegen.sweep.AHEAD", ahead)
+    bench.sweep(budget=budget)
+    assert (begun[0] > len(asked[0])) is more

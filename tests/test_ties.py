@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fake_gpu import DEFAULT, H200, PROBLEM, TILES, measurement
 
-from tunegen.bench import merged, summarize
+from tunegen.bench import of_rounds, summarize
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Config, Resources, Trial, TrialState
 from tunegen.store import Store
@@ -25,14 +25,14 @@ def noisy(true, sigma, chance, rounds=3):
 @pytest.mark.parametrize("kernels", [2, 4, 8])
 def test_band_is_what_two_measurements_of_one_kernel_differ_by(kernels, monkeypatch):
     """Of many pairs of measurements, 95 % differ by no more, however few kernels there are; the factor that a round
-    shares does not count, and the score is that of `bench.merged`."""
+    shares does not count, and the score is that of `bench.of_rounds`."""
     monkeypatch.setattr("tunegen.ties.LIMITS_SMALL", (0.0, 1.0))
     chance = random.Random(1)
 
     def measured():
         """Rounds whose blocks differ by little, as on a GPU."""
         rounds = [10 * chance.lognormvariate(0.0, 0.01) for _ in range(3)]
-        return merged([summarize([us, us * 1.0001, us * 0.9999], [10.0] * 3) for us in rounds])
+        return of_rounds([summarize([us, us * 1.0001, us * 0.9999], [10.0] * 3) for us in rounds])
 
     within = []
     for _ in range(4000):

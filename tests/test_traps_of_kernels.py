@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import places, same_bits
-from kernel_cases import SPACE, SPEC, TEMPLATES, variants
+from kernel_cases import TEMPLATES, op_of, variants
 
 from tunegen import paths
 from tunegen.compile import compile_candidate
 from tunegen.errors import CompileError
 from tunegen.launch import Variant
 from tunegen.model import Config, KernelSource, Problem
+from tunegen.ops import OPS, op_spec
 from tunegen.render import code_digest, render, write
 from tunegen.silicon import of_arch
+from tunegen.space import load_space
 from tunegen.verify import Gate, variant_runner
 
 H200 = of_arch("sm_90")
@@ -26,6 +28,9 @@ ROWS = (1, 64, 1024, 16384)
 
 FORWARD = Problem("rms_norm", "forward", 4096, 5)
 BACKWARD = replace(FORWARD, direction="backward", weight_grad=True)
+SPACE, SPEC = load_space("rms_norm"), op_spec("rms_norm")
+SPACES = {op: load_space(op) for op in OPS}
+MEMBERS = [(op, direction, family) for op, space in SPACES.items() for direction, family in space.members]
 
 place = places("interpreter", "cuda")
 
@@ -38,33 +43,35 @@ def elements_a_thread(config):
     return config.numbers.get("ROWS", 1) * width / (32 * config.num_warps)
 
 
-def problems():
+def problems(op):
     for rows in ROWS:
         for hidden in WIDTHS:
             for problem in (FORWARD, BACKWARD, replace(BACKWARD, weight_grad=False)):
-                yield replace(problem, rows=rows, hidden=hidden)
+                yield replace(problem, op=op, rows=rows, hidden=hidden)
 
 
-@pytest.mark.parametrize("member", SPACE.members, ids="-".join)
+@pytest.mark.parametrize("member", MEMBERS, ids="-".join)
 def test_trap_too_few_warps(member):
     """A thread that holds more than 64 elements of a row spills; the default stays at 32, with a margin."""
+    op, *mine = member
     starved = []
-    for problem in problems():
-        default = SPACE.default(problem, H200)
-        if default is not None and (problem.direction, default.family) == member and elements_a_thread(default) > 32:
+    for problem in problems(op):
+        default = SPACES[op].default(problem, H200)
+        if default is not None and [problem.direction, default.family] == mine and elements_a_thread(default) > 32:
             starved.append(f"{problem.label()}: {default.label()}")
     assert starved == [], f"{' '.join(member)}: too few warps in its defaults"
 
 
 @pytest.mark.parametrize("hidden", [4096, 16384, 32768])
-@pytest.mark.parametrize("member", SPACE.members, ids="-".join)
+@pytest.mark.parametrize("member", MEMBERS, ids="-".join)
 def test_trap_too_few_warps_is_no_candidate(member, hidden):
-    direction, family = member
-    mine = [problem for problem in problems() if (problem.direction, problem.hidden) == (direction, hidden)]
-    found = {config for problem in mine for config in SPACE.candidates(problem, H200, family)}
+    op, direction, family = member
+    space = SPACES[op]
+    mine = [problem for problem in problems(op) if (problem.direction, problem.hidden) == (direction, hidden)]
+    found = {config for problem in mine for config in space.candidates(problem, H200, family)}
     starved = sorted(config.label() for config in found if elements_a_thread(config) > 64)
     assert starved == [], f"{direction} {family}: too few warps in its candidates"
-    if SPACE.family(*member) in (f for problem in mine for f in SPACE.families(problem, H200)):
+    if space.family(direction, family) in (f for problem in mine for f in space.families(problem, H200)):
         assert found, f"{direction} {family} is offered at {hidden} and has no candidate"
 
 
@@ -95,25 +102,33 @@ def test_trap_shared_memory_overflow_is_no_candidate(arch):
 # Addition that is not associative.
 
 
-def test_trap_addition_not_associative():
+def offered(op, **others):
+    """The templates of all families that some problem is offered."""
+    found = {family for problem in problems(op) for family in SPACES[op].families(replace(problem, **others), H200)}
+    return {f"{op}/{family.template}" for family in found}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_trap_addition_not_associative(op):
     """Whoever asks for determinism gets no atomics, forward or backward: their order changes the last bits."""
-    atomic = {t for t in TEMPLATES if "atomic_add" in render("rms_norm", t, flags_of(t)).text}
+    atomic = {t for t in TEMPLATES if op_of(t) == op and "atomic_add" in rendered(t).text}
     assert atomic
-    for problem in problems():
-        offered = SPACE.families(replace(problem, policy="deterministic"), H200)
-        assert not atomic.intersection(family.template for family in offered)
+    assert not atomic & offered(op, policy="deterministic")
 
 
-def test_trap_addition_not_associative_is_not_thrown_out_with_the_bath():
+@pytest.mark.parametrize("op", OPS)
+def test_trap_addition_not_associative_is_not_thrown_out_with_the_bath(op):
     """The same problems do have the atomic families where determinism is not asked for."""
-    offered = {family.template for problem in problems() for family in SPACE.families(problem, H200)}
-    assert {t for t in TEMPLATES if t.endswith("atomic")} <= offered
+    assert {t for t in TEMPLATES if op_of(t) == op and t.endswith("atomic")} <= offered(op)
 
 
-def flags_of(template):
-    direction, family = template.split("_", 1)
+def rendered(template):
+    """One rendering of `<op>/<direction>_<family>`."""
+    op, _, name = template.partition("/")
+    direction, family = name.split("_", 1)
     rstd = {"RSTD": "saved"} if direction == "backward" else {}
-    return SPEC.flags(replace(FORWARD if direction == "forward" else BACKWARD), Config.of(family, rstd))[0]
+    problem = replace(FORWARD if direction == "forward" else BACKWARD, op=op)
+    return render(op, name, op_spec(op).flags(problem, Config.of(family, rstd))[0])
 
 
 @pytest.mark.gpu
@@ -144,7 +159,7 @@ def outputs_of(variant, problem, given):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_trap_missing_mask_with_other_0(template):
     """Every load has a mask and `other=0.0`; without, a GPU may read anything there, and the interpreter hides it."""
-    tree = ast.parse(render("rms_norm", template, flags_of(template)).text)
+    tree = ast.parse(rendered(template).text)
     loads = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"]
     assert loads
     for load in loads:
@@ -174,7 +189,7 @@ def test_trap_stale_compile_cache(tmp_path, monkeypatch):
         assert old in text
         template.write_text(text.replace(old, new))
         monkeypatch.setattr(paths, "resource", lambda _, folder=folder: folder)
-        source = render("rms_norm", "forward_single_block", flags_of("forward_single_block"))
+        source = rendered("rms_norm/forward_single_block")
         found[name] = source.digest, write(source)
     digests, files = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
     assert digests["code"] != digests["as it was"]
@@ -186,11 +201,11 @@ def test_trap_stale_compile_cache_in_an_included_part(tmp_path, monkeypatch):
     """What a template includes is part of its code."""
     folder = tmp_path / "templates"
     shutil.copytree(paths.resource("templates"), folder)
-    before = render("rms_norm", "backward_persistent_partials", flags_of("backward_persistent_partials")).digest
-    part = folder / "rms_norm" / "_backward_dx.py.jinja"
+    before = rendered("rms_norm/backward_persistent_partials").digest
+    part = folder / "common" / "_backward_dx.py.jinja"
     part.write_text(part.read_text().replace("projection[:, None]", "(2 * projection[:, None])"))
     monkeypatch.setattr(paths, "resource", lambda _: folder)
-    assert render("rms_norm", "backward_persistent_partials", flags_of("backward_persistent_partials")).digest != before
+    assert rendered("rms_norm/backward_persistent_partials").digest != before
 
 
 # A block narrower than the row: the article's tuner, at N = 4096.

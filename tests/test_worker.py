@@ -62,6 +62,48 @@ def test_one_process_serves_all_and_opens_each_problem_once(gpu, worker):
     assert len(gpu.processes()) == 1
 
 
+def test_problem_opens_while_the_caller_prepares(gpu, worker):
+    worker.begin()  # nothing runs yet
+    assert not os.path.exists(gpu.log)
+    worker.start()
+    worker.begin()
+    wait_until(lambda: gpu.lines("open") == [PROBLEM.label()])
+    worker.begin()
+    assert [worker.screen(config, None).state for config in TILES[:2]] == [TrialState.OK] * 2
+    worker.begin()
+    worker.open(OTHER)
+    worker.begin()
+    assert worker.screen(TILES[0], None).problem == OTHER
+    assert gpu.lines("open") == [PROBLEM.label(), OTHER.label()]
+
+
+def test_problem_that_was_begun_in_vain_costs_nothing(gpu, worker):
+    worker.target = FakeGpu(gpu.log, {PROBLEM.label(): "out of memory"}).serve
+    worker.start()
+    worker.begin()
+    worker.open(OTHER)
+    assert worker.screen(TILES[0], None).state is TrialState.OK
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("exit", "EOFError"), ("out of memory", "OutOfMemoryError: 2 TiB")])
+def test_problem_that_was_begun_and_cannot_be_opened_is_the_same_error(gpu, worker, fault, reason):
+    worker.target = FakeGpu(gpu.log, {PROBLEM.label(): fault}).serve
+    worker.start()
+    worker.begin()
+    with pytest.raises(WorkerError, match=f"cannot measure forward 1024x4096 bf16: {reason}"):
+        worker.screen(TILES[0], None)
+    worker.open(OTHER)
+    assert worker.screen(TILES[0], None).state is TrialState.OK
+
+
+def test_real_spare_process_loads_the_compiler(monkeypatch):
+    started = []
+    worker = Worker(0, 0)
+    monkeypatch.setattr(worker, "_launch", lambda target: started.append(target) or (SimpleNamespace(), None))
+    worker.prepare()
+    assert started == [worker_module.serve_later]
+
+
 def test_spare_process_takes_over_at_once(gpu):
     with gpu.worker() as worker:
         worker.start()
@@ -204,7 +246,7 @@ def test_real_process_ends_quietly_when_its_answer_is_not_read(monkeypatch):
     """The parent closes the connection with an answer in it: the child's next read is no end of file, but a reset."""
     ours, theirs = multiprocessing.Pipe()
     server = SimpleNamespace(facts=Facts(H200, VERSIONS), screen=lambda: "an answer")
-    monkeypatch.setattr("tunegen.serving.Server", lambda device, seed: server)
+    monkeypatch.setattr("tunegen.serving.Server", lambda device, seed, spare: server)
     child = threading.Thread(target=serve, args=(theirs, 0, 0))
     ours.send(("screen", ()))
     child.start()

@@ -1,6 +1,6 @@
 """tunegen: kernel variants from templates x search spaces, checked against float64, measured, stored, dispatched.
 
-from tunegen import rms_norm, RMSNorm
+from tunegen import rms_norm, add_rms_norm, RMSNorm
 """
 
 from importlib import import_module
@@ -10,16 +10,30 @@ if TYPE_CHECKING:
     from .explanation import explain
     from .integrations.patching import patch, unpatch
     from .integrations.recording import record
+    from .ops.add_rms_norm import add_rms_norm, add_rms_norm_
     from .ops.rms_norm import rms_norm
     from .ops.rms_norm_module import RMSNorm
     from .policies import policy
     from .warming import warmup
 
-__all__ = ["RMSNorm", "explain", "patch", "policy", "record", "rms_norm", "unpatch", "warmup"]
+__all__ = [
+    "RMSNorm",
+    "add_rms_norm",
+    "add_rms_norm_",
+    "explain",
+    "patch",
+    "policy",
+    "record",
+    "rms_norm",
+    "unpatch",
+    "warmup",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "rms_norm": ".ops.rms_norm",
+    "add_rms_norm": ".ops.add_rms_norm",
+    "add_rms_norm_": ".ops.add_rms_norm",
     "RMSNorm": ".ops.rms_norm_module",
     "explain": ".explanation",
     "patch": ".integrations.patching",

@@ -125,10 +125,7 @@ def config_of(problem: Problem, family_name: str, given: Mapping[str, Value], si
     space = load_space(problem.op)
     family = space.family(problem.direction, family_name)
     if family is None:
-        known = (f.name for f in space.members.values() if f.direction == problem.direction)
-        raise TunegenError(
-            f"no {problem.direction} family {family_name!r}; there is {listed(known)}, or a path that ends in {SUFFIX}"
-        )
+        raise TunegenError(f"{space.unknown(problem.direction, family_name)}, or a path that ends in {SUFFIX}")
     if unknown := sorted(given.keys() - family.parameters.keys()):
         raise TunegenError(f"{family_name} has no parameter {unknown[0]!r}; it has {listed(family.parameters)}")
     _check_kinds(family, given)

@@ -5,40 +5,49 @@ rotate over sets of inputs, outputs and workspace of four times the last-level c
 below about 10 MB a call the data therefore stays in the cache, and microseconds rather than shares should be
 compared). Candidates are timed in interleaved blocks, their order rotated; every block also times a sentinel that
 moves the same bytes without arithmetic. The score is the median over blocks of time / sentinel time, which survives
-clocks, days and machines. A screened candidate gets SCREEN_BLOCKS of them, or FIRST_BLOCKS if it lost each of those to
-the best so far. Finalists get FINAL_ROUNDS x FINAL_BLOCKS, each round on buffers of its own: where buffers lie changes
-times by up to a per cent, and only another allocation shows by how much.
+clocks, days and machines. A candidate is screened beside the best one so far, in the same blocks: it gets FIRST_BLOCKS,
+and SCREEN_BLOCKS in all unless it has lost by then (see `has_lost`). Finalists get FINAL_ROUNDS x FINAL_BLOCKS, each
+round on buffers of its own: where buffers lie changes times by up to a per cent, and only another allocation shows by
+how much.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .launch import Argument, Variant
-from .model import Conditions, Config, Measurement, OpSpec, Problem, Scratch
+from .model import Conditions, Config, Measurement, Problem, Scratch
+from .ops import row_tensors
 from .reference import DTYPES
 from .render import render
-from .sensors import Sensor
+from .sensors import sensor_of
+from .spec import OpSpec
+from .ties import student_t
 
 MAX_SETS = 24
 MAX_CALLS = 48
 REPLAY_SECONDS = 2e-3
 WARM_UP_SECONDS = 0.2
+"""Of the first problem of a process; what comes later finds the clocks up."""
 SENTINEL_MOVED = 0.03
 SHARED_WORKSPACE = 256 << 20
 """Bytes: more than four times any last-level cache of today's GPUs, so that it is cold again when its turn comes."""
-FIRST_BLOCKS = 2
-SCREEN_BLOCKS = 6
+FIRST_BLOCKS = 4
+SCREEN_BLOCKS = 12
 CONTENDER = 0.06
-"""A candidate is a contender while it is within this share of the best score: screening blocks are few and noisy."""
-FINAL_ROUNDS = 3
-FINAL_BLOCKS = 8
+"""Within this share of the best score a candidate may go to the finals, which have buffers elsewhere."""
+FINAL_ROUNDS = 6
+FINAL_BLOCKS = 16
 
 Call = Callable[[int], object]
 """`call(i)` runs the op once on input set i."""
@@ -69,38 +78,50 @@ class Bench:
         """`l2_bytes` and `sms` are the GPU's; the sentinel runs for `warm_up` seconds first."""
         self.spec, self.problem, self.device, self.sms = spec, problem, device, sms
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.sensor = Sensor(device)
+        self.sensor = sensor_of(device)
         nbytes = spec.bytes_moved(problem)
         self.sets = max(2, min(MAX_SETS, -(-4 * l2_bytes // nbytes)))
         wanted = max(self.sets, min(MAX_CALLS, int(REPLAY_SECONDS / max(nbytes / 4e12, 3e-6))))
         self.calls = -(-wanted // self.sets) * self.sets
-        self.tensors = [self._tensors(seed + 1000 + i) for i in range(self.sets)]
+        self.replayed = 0.0
+        self.tensors = self._sets(seed + 1000)
+        self.stream.wait_stream(torch.cuda.current_stream(device))  # which fills them
         self.sentinel = self._sentinel()
         deadline = time.perf_counter() + warm_up
         while time.perf_counter() < deadline:
             self.time([self.sentinel], 1)
+        self.replayed = 0.0
 
-    def _tensors(self, seed: int) -> dict[str, Tensor]:
-        found = self.spec.inputs(self.problem, self.device, seed)
-        for name, shape in self.spec.tensors(self.problem).items():
+    def _sets(self, seed: int) -> list[dict[str, Tensor]]:
+        """Inputs are drawn once and copied, which is quicker: times depend on where numbers lie, not on which they
+        are."""
+        shapes = self.spec.tensors(self.problem)
+        drawn = self.spec.inputs(self.problem, self.device, seed)
+        found = [drawn, *({n: t.clone() for n, t in drawn.items()} for _ in range(self.sets - 1))]
+        for name, shape in shapes.items():
             if shape.role == "output":
-                found[name] = torch.empty(shape.shape, dtype=DTYPES[shape.dtype], device=self.device)
+                for tensors in found:
+                    tensors[name] = torch.empty(shape.shape, dtype=DTYPES[shape.dtype], device=self.device)
         return found
 
     def _sentinel(self) -> Timed:
-        """Forward: the faster of `copy_` and a Triton copy; backward: an addition, two reads and a write."""
+        """What reads and writes the op's tensors of whole rows: of one each the faster of `copy_` and a Triton copy, of
+        two that are read and one torch's addition, else a kernel of so many streams."""
         tensors, rows = self.tensors, self.problem.rows  # kept in place of self: a cycle would outlive the problem
-        if self.problem.direction == "backward":
-            return self.capture(lambda i: torch.add(tensors[i]["x"], tensors[i]["dy"], out=tensors[i]["dx"]))
-        config = Config.of("copy", {"BLOCK_SIZE": 4096, "num_warps": 8})
+        reads, writes = row_tensors(self.spec, self.problem)
+        if (len(reads), len(writes)) == (2, 1):
+            (a, b), (c,) = reads, writes
+            return self.capture(lambda i: torch.add(tensors[i][a], tensors[i][b], out=tensors[i][c]))
+        config = Config.of("streams", {"BLOCK_SIZE": 4096, "num_warps": 8})
+        source = render("sentinel", "streams", {"reads": tuple(reads), "writes": tuple(writes)})
         constants = {"N": self.problem.hidden}
-        copy = Variant(
-            render("sentinel", "forward_copy", {}), config, constants, self.problem.accumulate, self.device, self.sms
-        )
-        graphs = [
-            self.capture(lambda i: tensors[i]["y"].copy_(tensors[i]["x"])),
-            self.capture(lambda i: copy(rows, {f"{n}_ptr": tensors[i][n] for n in ("x", "y")})),
-        ]
+        streams = Variant(source, config, constants, self.problem.accumulate, self.device, self.sms)
+        with torch.cuda.stream(self.stream):
+            bound = [streams.bind(rows, {f"{n}_ptr": own[n] for n in (*reads, *writes)}) for own in tensors]
+        ours = self.capture(lambda i: bound[i]())
+        if (len(reads), len(writes)) != (1, 1):
+            return ours
+        graphs = [self.capture(lambda i: tensors[i][writes[0]].copy_(tensors[i][reads[0]])), ours]
         times = self.time(graphs, 5)
         return graphs[0] if statistics.median(times[0]) <= statistics.median(times[1]) else graphs[1]
 
@@ -110,31 +131,31 @@ class Bench:
         shared = variant.plan(self.problem.rows).scratch_bytes() > SHARED_WORKSPACE
         workspace: dict[tuple[int, str], Tensor] = {}
         scalars = self.spec.scalars(self.problem)
-        arguments: list[dict[str, Argument]] = [
-            {**{f"{n}_ptr": t for n, t in tensors.items()}, **scalars} for tensors in self.tensors
-        ]
 
-        def run(i: int) -> None:
-            place = 0 if shared else i
-
+        def bound(i: int) -> Callable[[], None]:
             def allocate(name: str, scratch: Scratch) -> Tensor:
-                if (place, name) not in workspace:
-                    workspace[place, name] = variant.allocate(scratch)
-                elif scratch.zero:
-                    workspace[place, name].zero_()
-                return workspace[place, name]
+                place = 0 if shared else i, name
+                if place not in workspace:
+                    workspace[place] = variant.allocate(scratch)
+                return workspace[place]
 
-            variant(self.problem.rows, arguments[i], allocate)
+            pointers: dict[str, Argument] = {f"{name}_ptr": tensor for name, tensor in self.tensors[i].items()}
+            return variant.bind(self.problem.rows, {**pointers, **scalars}, allocate)
 
-        return run
+        with torch.cuda.stream(self.stream):
+            calls = [bound(i) for i in range(self.sets)]
+        return lambda i: calls[i]()
 
     def capture(self, call: Call) -> Timed:
-        """Run every set twice, then capture the rotation as a graph. What a call returns is dropped at once."""
+        """Run every set once, then capture the rotation as a graph. What a call returns is dropped at once.
+
+        Once is enough: a template's kernels were loaded when it was bound, and what torch loads, compiles or allocates
+        for a set it does at the first call. Nothing waits for the GPU here: capturing needs no result, and takes the
+        host as long as those calls take the GPU; errors come out at the next reading.
+        """
         with torch.cuda.stream(self.stream):
             for i in range(self.sets):
                 call(i)
-                call(i)
-            self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Not `with torch.cuda.graph`, which gives all memory back to the driver first, candidate by candidate.
             graph.capture_begin()
@@ -144,7 +165,6 @@ class Bench:
             finally:
                 graph.capture_end()
             graph.replay()
-            self.stream.synchronize()
         return Timed(graph, self.calls, call)
 
     def time(self, candidates: Sequence[Timed], blocks: int) -> list[list[float]]:
@@ -162,7 +182,9 @@ class Bench:
                 self.stream.synchronize()
                 conditions.append(self.sensor.read())
                 for number, (begin, end) in marks:
-                    times[number].append(begin.elapsed_time(end) * 1e3 / candidates[number].calls)
+                    elapsed = begin.elapsed_time(end)
+                    times[number].append(elapsed * 1e3 / candidates[number].calls)
+                    self.replayed += elapsed / 1e3
         return times, conditions
 
     def _replay(self, candidate: Timed) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -175,16 +197,32 @@ class Bench:
     def measure(self, candidates: Sequence[Timed], blocks: int) -> list[Measurement]:
         """Time candidates beside the sentinel; blocks whose sentinel moved are dropped, half of them at most."""
         (*times, sentinel), conditions = self.replay([*candidates, self.sentinel], blocks)
-        kept = steady_blocks(sentinel)
-        left = [sentinel[b] for b in kept], [conditions[b] for b in kept]
-        return [summarize([t[b] for b in kept], *left) for t in times]
+        return [steady(own, sentinel, conditions) for own in times]
 
-    def screen(self, candidate: Timed, best: float) -> Measurement:
-        """Time one candidate; `best` is the best score so far."""
-        first = self.measure([candidate], FIRST_BLOCKS)[0]
-        if min(ratios(first)) > best * (1 + CONTENDER):
-            return first
-        return joined([first, self.measure([candidate], SCREEN_BLOCKS - FIRST_BLOCKS)[0]])
+    def screen(self, candidate: Timed, best: Timed | None) -> Screened:
+        """Time one candidate beside the best so far, if there is one yet."""
+        rivals = [candidate, best or candidate, self.sentinel] if best else [candidate, self.sentinel]
+        times, conditions = self.replay(rivals, FIRST_BLOCKS if best else SCREEN_BLOCKS)
+        if best and not has_lost(times[0], times[1]):
+            more, after = self.replay(rivals, SCREEN_BLOCKS - FIRST_BLOCKS)
+            times, conditions = [a + b for a, b in zip(times, more, strict=True)], conditions + after
+        found = steady(times[0], times[-1], conditions)
+        return Screened(found, best is None or statistics.median(map(operator.truediv, times[0], times[1])) < 1)
+
+
+class Screened(NamedTuple):
+    """A candidate's times, and whether it was faster than the best before it, in half of their blocks at least."""
+
+    measurement: Measurement
+    leads: bool
+
+
+def has_lost(times: Sequence[float], rival: Sequence[float]) -> bool:
+    """Whether a candidate is slower than a rival that was timed in the same blocks: Student's interval of the mean of
+    log(time / rival's time) lies above 0, at 95 %. Clocks that change from block to block change both alike."""
+    logs = [math.log(t / r) for t, r in zip(times, rival, strict=True)]
+    error = statistics.stdev(logs) / math.sqrt(len(logs))
+    return statistics.mean(logs) > student_t(len(logs) - 1) * error
 
 
 def rotated(count: int, block: int) -> list[int]:
@@ -207,36 +245,49 @@ def steady_blocks(sentinel: Sequence[float]) -> list[int]:
     return sorted(by_distance[: max(steady, -(-len(sentinel) // 2))])
 
 
-def summarize(
-    blocks: Sequence[float], sentinel: Sequence[float], conditions: Sequence[Conditions | None] = ()
-) -> Measurement:
-    """Medians over the kept blocks."""
+def steady(times: Sequence[float], sentinel: Sequence[float], conditions: Sequence[Conditions | None]) -> Measurement:
+    """Of the blocks whose sentinel did not move; the others are kept on record."""
+    kept = steady_blocks(sentinel)
+    found = summarize([times[b] for b in kept], [sentinel[b] for b in kept])
+    return replace(
+        found,
+        blocks=tuple(times),
+        sentinel_blocks=tuple(sentinel),
+        conditions=tuple(conditions),
+        kept=unless_all(b in kept for b in range(len(times))),
+    )
+
+
+def unless_all(kept: Iterable[bool]) -> tuple[bool, ...]:
+    """Empty where every block counts."""
+    found = tuple(kept)
+    return () if all(found) else found
+
+
+def summarize(blocks: Sequence[float], sentinel: Sequence[float]) -> Measurement:
+    """Medians over blocks that all count."""
     return Measurement(
         us=statistics.median(blocks),
         score=statistics.median(b / s for b, s in zip(blocks, sentinel, strict=True)),
         sentinel_us=statistics.median(sentinel),
         blocks=tuple(blocks),
         sentinel_blocks=tuple(sentinel),
-        conditions=tuple(conditions),
     )
 
 
-def ratios(found: Measurement) -> list[float]:
-    """Time over the sentinel's time, block by block."""
-    return [b / s for b, s in zip(found.blocks, found.sentinel_blocks, strict=True)]
-
-
-def joined(parts: Sequence[Measurement]) -> Measurement:
-    """All blocks of several parts of one round."""
-    return summarize(
-        [b for one in parts for b in one.blocks],
-        [s for one in parts for s in one.sentinel_blocks],
-        [c for one in parts for c in one.conditions],
-    )
-
-
-def merged(rounds: Sequence[Measurement]) -> Measurement:
+def of_rounds(rounds: Sequence[Measurement]) -> Measurement:
     """Several rounds as one measurement, whose score is the mean of theirs."""
-    whole = joined(rounds)
-    scores = [one.score for one in rounds]
-    return replace(whole, score=statistics.fmean(scores), rounds=tuple(scores))
+    blocks, sentinel = ([b for one in rounds for b in getattr(one, n)] for n in ("blocks", "sentinel_blocks"))
+    kept = [k for one in rounds for k in one.kept or [True] * len(one.blocks)]
+    whole = summarize(list(itertools.compress(blocks, kept)), list(itertools.compress(sentinel, kept)))
+    scores = tuple(one.score for one in rounds)
+    return replace(
+        whole,
+        score=statistics.fmean(scores),
+        rounds=scores,
+        blocks=tuple(blocks),
+        sentinel_blocks=tuple(sentinel),
+        conditions=tuple(c for one in rounds for c in one.conditions),
+        kept=unless_all(kept),
+        round_of=tuple(number for number, one in enumerate(rounds) for _ in one.blocks),
+    )

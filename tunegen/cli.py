@@ -18,6 +18,7 @@ from .cli_options import (
     json_option,
     numbers,
     offset_option,
+    op_option,
     parameters_of,
     path_of,
     policy_option,
@@ -26,11 +27,13 @@ from .cli_options import (
     recorded,
     rows_to_sweep,
     size,
+    sum_option,
     weight_option,
 )
 from .errors import TunegenError
 from .expressions import Rule
 from .model import CASTINGS, DIRECTIONS, TrialState
+from .ops import OPS
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
@@ -79,6 +82,8 @@ def main() -> None:
     help="Round once, at the end, or as Hugging Face's Llama; may be repeated.",
 )
 @offset_option
+@op_option
+@sum_option
 @frozen_option
 @policy_option
 @click.option(
@@ -128,6 +133,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 @click.option("--rows", type=size, help="Only this row count.")
 @click.option("--direction", type=click.Choice(DIRECTIONS), help="Only this direction.")
 @click.option("--dtype", type=dtypes, help="Only this dtype of x.")
+@click.option("--op", type=click.Choice(list(OPS)), help="Only this operator.")
 @click.option("--family", help="Only this algorithm.")
 @click.option("--state", type=click.Choice([s.value for s in TrialState]), help="Only trials that ended so.")
 @click.option("--kind", type=click.Choice(["measured", "estimated", "baseline"]), help="Only results of this kind.")
@@ -148,6 +154,7 @@ def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
 @click.argument("direction", type=click.Choice(DIRECTIONS))
 @click.argument("family", required=False)
 @click.argument("parameters", nargs=-1)
+@op_option
 @problem_options(rows=4096)
 @click.option("--save-rstd", is_flag=True, help="Forward as it runs when a gradient is wanted.")
 @click.option("--arch", help="Winner or default of this target. [default: this GPU's, else sm_90]")
@@ -188,15 +195,17 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
     from .single import try_one
 
     op, _, direction = what.partition(".")
-    if op != "rms_norm" or direction not in DIRECTIONS:
-        raise click.BadParameter(f"{what!r} is neither rms_norm.forward nor rms_norm.backward", param_hint="WHAT")
-    given, problem = parameters_of(parameters), problem_of({**options, "direction": direction})
+    if op not in OPS or direction not in DIRECTIONS:
+        known = [f"{name}.{way}" for name in OPS for way in DIRECTIONS]
+        raise click.BadParameter(f"{what!r} is none of {', '.join(known)}", param_hint="WHAT")
+    given, problem = parameters_of(parameters), problem_of({**options, "op": op, "direction": direction})
     console = None if as_json else console_for()
     if not try_one(problem, family, given, options["arch"], options["seed"], console):
         click.get_current_context().exit(1)
 
 
 @main.command()
+@op_option
 @problem_options(rows=None)
 @click.option(
     "--direction", type=click.Choice(DIRECTIONS), multiple=True, default=DIRECTIONS, show_default=True, help="Or one."
@@ -216,8 +225,9 @@ def explain(direction: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
 
 @main.command()
+@op_option
 @json_option
-def families(as_json: bool) -> None:
+def families(op: str, as_json: bool) -> None:
     """The algorithms that compete, with their parameters."""
     rows: list[dict[str, Any]] = [
         {
@@ -230,7 +240,7 @@ def families(as_json: bool) -> None:
                 for key, domain in family.parameters.items()
             },
         }
-        for (direction, name), family in load_space("rms_norm").members.items()
+        for (direction, name), family in load_space(op).members.items()
     ]
     if as_json:
         click.echo(json.dumps(rows, indent=2))

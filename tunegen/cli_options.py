@@ -12,7 +12,8 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from . import paths
-from .model import CASTINGS, DTYPE_BYTES, Problem, Value
+from .model import CASTINGS, DTYPE_BYTES, RMS_NORM, Problem, Value
+from .ops import OPS
 from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES
 from .recorded import load_recording
 
@@ -52,6 +53,12 @@ weight_option = click.option(
     "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
 )
 offset_option = click.option("--offset", is_flag=True, help="For norms that add to the weight (Gemma).")
+op_option = click.option(
+    "--op", type=click.Choice(list(OPS)), default=RMS_NORM, show_default=True, help="The operator."
+)
+sum_option = click.option(
+    "--sum-in-fp32", is_flag=True, help="Forward add_rms_norm whose norm reads the sum before it is rounded."
+)
 policy_option = click.option(
     "--policy",
     type=click.Choice(POLICIES),
@@ -74,6 +81,7 @@ def problem_options(rows: int | None) -> Callable[[Any], Any]:
             "--casting", type=click.Choice(CASTINGS), default="fp32", show_default=True, help="Where it rounds."
         ),
         offset_option,
+        sum_option,
         frozen_option,
         policy_option,
     )
@@ -91,15 +99,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 
 DESCRIBES_PROBLEMS = (
-    "hidden",
-    "rows",
-    "dtype",
-    "weight_dtype",
-    "direction",
-    "casting",
-    "offset",
-    "frozen_weight",
-    "policy",
+    *("op", "hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "sum_in_fp32"),
+    *("frozen_weight", "policy"),
 )
 
 
@@ -112,15 +113,18 @@ def recorded(ctx: click.Context, path: Path) -> dict[Problem, int]:
 
 
 def problem_of(options: dict[str, Any]) -> Problem:
-    """The problem that a command's options describe; `hidden`, `rows`, `direction`, `dtype` and `casting` are single
-    values. Raises click.UsageError where they contradict each other."""
+    """The problem that a command's options describe; `op`, `hidden`, `rows`, `direction`, `dtype` and `casting` are
+    single values. Raises click.UsageError where they contradict each other."""
     weight = None if options["weight_dtype"] == "none" else options["weight_dtype"] or options["dtype"]
     if weight is None and (options["offset"] or options["frozen_weight"]):
         raise click.UsageError(
             "--weight-dtype none leaves nothing for --offset or --frozen-weight; give one of them up"
         )
+    if options["sum_in_fp32"] and options["op"] == RMS_NORM:
+        raise click.UsageError(f"--sum-in-fp32: {RMS_NORM} adds nothing; give --op add_rms_norm too, or leave it out")
+    forward_16_bit = options["direction"] == "forward" and DTYPE_BYTES[options["dtype"]] == 2
     return Problem(
-        op="rms_norm",
+        op=options["op"],
         direction=options["direction"],
         hidden=options["hidden"],
         rows=options["rows"],
@@ -129,6 +133,7 @@ def problem_of(options: dict[str, Any]) -> Problem:
         casting=options["casting"],
         offset=options["offset"],
         weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
+        sum_in_fp32=options["sum_in_fp32"] and forward_16_bit,  # elsewhere it makes no difference
         policy=options["policy"],
     )
 

@@ -23,7 +23,7 @@ from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
 from .progress import SweepProgress
 from .silicon import kind_of
 from .store import Store
-from .sweep import SweepResult, merged, sweep_gpu
+from .sweep import SweepResult, sweep_gpu, together
 from .sweep_target import sweep_target
 from .ties import winner
 from .worker import Worker
@@ -67,7 +67,7 @@ def run_sweep(
 def _told(results: Sequence[SweepResult], seconds: float, console: Console) -> dict[str, Any]:
     """Print what was left out and what the time was spent on, and return it for JSON."""
     left_out = list(dict.fromkeys(line for result in results for line in report.left_out_lines(result.left_out)))
-    spent = merged(results).seconds
+    spent = together(results).seconds
     for line in (*left_out, report.time_line(spent, seconds, len(results))):
         console.print(line, soft_wrap=True)
     return {"left_out": left_out, "seconds_spent": {what: round(value, 2) for what, value in spent.items()}}
@@ -113,7 +113,7 @@ def _by_silicon(
 ) -> dict[str, Any]:
     """Print what was found on each kind of GPU, and return it for JSON."""
     kinds = list(dict.fromkeys(kind_of(result.silicon) for result in results))
-    groups = [merged([result for result in results if kind_of(result.silicon) == kind]) for kind in kinds]
+    groups = [together([result for result in results if kind_of(result.silicon) == kind]) for kind in kinds]
     found = [_measured(db, problems, group, console, counts) for group in groups]
     return found[0] if len(found) == 1 else {"summary": " ".join(one["summary"] for one in found), "by_gpu": found}
 
@@ -160,6 +160,7 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> di
     )
     ranked = [
         {
+            "op": t.problem.op,
             "direction": t.problem.direction,
             "rows": t.problem.rows,
             "hidden": t.problem.hidden,
@@ -213,7 +214,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 def _problem(row: dict[str, Any]) -> Problem:
     """The problem of a row of the database."""
     values = {field.name: row[field.name] for field in fields(Problem)}
-    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual")}
+    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual", "sum_in_fp32")}
     return Problem(**{**values, "weight_dtype": row["weight_dtype"] or None})
 
 

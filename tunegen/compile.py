@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from .errors import BuildError, CapturedError, CompileError
 from .layouts import like_heads
-from .model import Config, KernelSource, Launch, OpSpec, Plan, Problem, Resources, Silicon
+from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
+from .spec import OpSpec
 
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
@@ -96,6 +97,12 @@ def integer_class(name: str, value: int, hidden: int) -> ArgumentClass:
     return ArgumentClass("i32" if value < 2**31 else "i64")
 
 
+def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
+    """What Triton compiles a kernel with, beside its arguments."""
+    options = {**FIXED_OPTIONS, "num_warps": launch.num_warps or config.num_warps, "num_ctas": config.num_ctas}
+    return {**options, "launch_pdl": True} if launch.pdl else options
+
+
 def compile_launch(launch: Launch, config: Config, classes: Mapping[str, ArgumentClass], target: Any) -> Any:
     """Compile one kernel for `target` (a `triton.backends.compiler.GPUTarget`) and return Triton's CompiledKernel.
 
@@ -111,7 +118,7 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     fixed = {name: classes[name].value for name in kernel.arg_names if classes[name].type == "constexpr"}
     signature = {name: classes[name].type for name in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if classes[name].divisible}
-    options = FIXED_OPTIONS | {"num_warps": launch.num_warps or config.num_warps, "num_ctas": config.num_ctas}
+    options = launch_options(launch, config)
     try:
         return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
     except OSError as error:

@@ -42,6 +42,7 @@ class Key(NamedTuple):
     offset: bool
     weight_grad: bool
     device: int
+    sum_in_fp32: bool = False
     policy: str = FASTEST
 
     def problem(self) -> Problem:
@@ -57,6 +58,7 @@ class Key(NamedTuple):
             casting=self.casting,
             offset=self.offset,
             weight_grad=self.weight_grad,
+            sum_in_fp32=self.sum_in_fp32,
             policy=self.policy,
         )
 
@@ -222,6 +224,9 @@ def stored_choices(
         family = space.family(problem.direction, config.family)
         if config.family == TORCH_FAMILY:
             if problem.policy != INVARIANT:
+                # Also where another release of torch is here than the one that was timed: the kernels that its op beat
+                # are the same, by more than the band, and what it computes is torch's promise. The next sweep times it
+                # again.
                 yield config, stored
         elif family is None or family.baseline or space.check(problem, silicon, config) is not None:
             continue

@@ -18,7 +18,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .model import DTYPE_BYTES, Config, OpSpec, Plan, Problem, Resources, Silicon
+from .model import DTYPE_BYTES, Config, Plan, Problem, Resources, Silicon
+from .ops import row_tensors
+from .spec import OpSpec
 
 COPY_SHARE = 0.88
 """Share of the memory's nominal bandwidth that a copy reaches: 4.2 of 4.8 TB/s on an H200."""
@@ -86,8 +88,8 @@ def bandwidth(silicon: Silicon) -> float:
 
 def streams(spec: OpSpec, problem: Problem) -> tuple[int, int]:
     """How many tensors of whole rows are read, and how many written."""
-    roles = [t.role for t in spec.tensors(problem).values() if t.shape == (problem.rows, problem.hidden)]
-    return roles.count("input"), roles.count("output")
+    reads, writes = row_tensors(spec, problem)
+    return len(reads), len(writes)
 
 
 def tile_of(problem: Problem, config: Config, programs: int) -> Tile:

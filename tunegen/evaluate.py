@@ -4,14 +4,16 @@ process."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, merged
+from .ahead import compiling_here
+from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds
 from .compile import first_line
 from .dispatch import LOG, ROWS_REACH
 from .errors import CompileError
@@ -42,17 +44,19 @@ class Session:
     """A problem opened on a GPU: its gate and its bench, used for every candidate in turn. `seconds` says what it has
     spent them on."""
 
-    def __init__(self, problem: Problem, silicon: Silicon, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, problem: Problem, silicon: Silicon, device: torch.device, seed: int, warm_up: float = WARM_UP_SECONDS
+    ) -> None:
         self.spec = op_spec(problem.op)
         self.problem, self.silicon, self.device, self.seed = problem, silicon, device, seed
         self.gate = Gate(self.spec, problem, device, seed, ROWS_REACH)
         torch.cuda.empty_cache()  # the references took twice what is left of them
-        self.bench = self._bench()
-        self.best = math.inf
-        self.timed: dict[Machine, Config] = {}
+        self.bench = self._bench(warm_up)
+        self.best: Timed | None = None
+        self.by_machine: dict[Machine, Config] = {}
         self.seconds = Spent()
 
-    def _bench(self, warm_up: float = WARM_UP_SECONDS) -> Bench:
+    def _bench(self, warm_up: float) -> Bench:
         silicon = self.silicon
         return Bench(self.spec, self.problem, self.device, silicon.l2_bytes, silicon.sms, self.seed, warm_up)
 
@@ -77,8 +81,8 @@ class Session:
             plan = variants[0].plan(self.problem.rows)
             trial = replace(trial, scratch_bytes=plan.scratch_bytes())
             machine = (resources.binary if resources else "", work_of(plan))
-            if machine in self.timed:
-                reason = f"the same machine code and grid as {self.timed[machine].label()}, which was timed"
+            if machine in self.by_machine:
+                reason = f"the same machine code and grid as {self.by_machine[machine].label()}, which was timed"
                 return replace(trial, state=TrialState.DUPLICATE, reason=reason)
             verdict = self.verify(variants)
         except CompileError as error:
@@ -88,7 +92,7 @@ class Session:
             return replace(trial, state=TrialState.INCORRECT, reason=verdict.reason)
         trial = self._screened(trial, lambda bench: bench.call(variants[0]))
         if machine[0]:
-            self.timed[machine] = config
+            self.by_machine[machine] = config
         return trial
 
     def _screen_torch(self, trial: Trial) -> Trial:
@@ -142,12 +146,13 @@ class Session:
             playing = [i for i, trial in enumerate(good) if not number or trial.config != COMPILED]
             for i, measurement in zip(playing, self._round([makes[i] for i in playing]), strict=True):
                 rounds[i].append(measurement)
-        return [replace(trial, measurement=merged(own)) for trial, own in zip(good, rounds, strict=True)]
+        return [replace(trial, measurement=of_rounds(own)) for trial, own in zip(good, rounds, strict=True)]
 
     def _compiled_form(self) -> Form | None:
         """The plain formula, compiled; None where torch.compile makes nothing of it: the others go without it."""
         try:
-            with self.seconds.on("compiling the plain formula"), torch.cuda.stream(self.bench.stream):
+            activity = "compiling the plain formula"
+            with self.seconds.on(activity), torch.cuda.stream(self.bench.stream), compiling_here():
                 form = self.spec.compiled_call(self.problem)
                 form(self.bench.tensors[0])()
         except Exception as error:
@@ -164,15 +169,25 @@ class Session:
 
     def _round(self, makes: Sequence[Make]) -> list[Measurement]:
         graphs = [self._captured(make) for make in makes]
-        with self.seconds.on("timing"):
+        with self._timing():
             return self.bench.measure(graphs, FINAL_BLOCKS)
 
     def _screened(self, trial: Trial, make: Make) -> Trial:
         graph = self._captured(make)
-        with self.seconds.on("timing"):
+        with self._timing():
             found = self.bench.screen(graph, self.best)
-        self.best = min(self.best, found.score)
-        return replace(trial, measurement=found)
+        if found.leads:
+            self.best = graph
+        return replace(trial, measurement=found.measurement)
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        """What the GPU spends in replays that are measured is told apart from what is spent around them."""
+        before = self.bench.replayed
+        with self.seconds.on("between replays"):
+            yield
+        spent = self.bench.replayed - before
+        self.seconds.add({"measured replays": spent, "between replays": -spent})
 
     def _captured(self, make: Make) -> Timed:
         call = make(self.bench)

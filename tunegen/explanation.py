@@ -12,7 +12,7 @@ import torch
 
 from . import paths
 from .dispatch import ROWS_REACH, Key, Rung, policy_of, remembered, rungs, silicon_of, standing
-from .model import TORCH_FAMILY, Problem, Silicon
+from .model import RMS_NORM, TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
 from .policies import FASTEST, INVARIANT
 
@@ -113,10 +113,12 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | N
 def _sweep(problem: Problem) -> str:
     """The command that measures this problem."""
     rows = f" --rows {problem.rows}" * (problem.policy != INVARIANT)
-    words = [f"tunegen sweep --hidden {problem.hidden}{rows} --direction {problem.direction}"]
+    words = ["tunegen sweep", *[f"--op {problem.op}"] * (problem.op != RMS_NORM)]
+    words += [f"--hidden {problem.hidden}{rows} --direction {problem.direction}"]
     words += [f"--dtype {problem.x_dtype}"] * (problem.x_dtype != "bf16")
     words += [f"--weight-dtype {problem.weight_dtype or 'none'}"] * (problem.weight_dtype != problem.x_dtype)
     words += [f"--casting {problem.casting}"] * (problem.casting != "fp32") + ["--offset"] * problem.offset
+    words += ["--sum-in-fp32"] * problem.sum_in_fp32
     words += [f"--policy {problem.policy}"] * (problem.policy != FASTEST)
     frozen = problem.direction == "backward" and problem.weight_dtype is not None and not problem.weight_grad
     return " ".join([*words, *["--frozen-weight"] * frozen])
@@ -126,33 +128,57 @@ def explain(
     x: Tensor,
     weight: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     offset: float = 0.0,
     casting: str = "fp32",
+    sum_in_fp32: bool = False,
     policy: str | None = None,
 ) -> Explanations:
-    """What `rms_norm` with the same arguments would run here and now: forward, and backward where a gradient is wanted
-    and `torch.no_grad` is not in force.
+    """What `rms_norm`, or with a residual `add_rms_norm`, with the same arguments would run here and now: forward, and
+    backward where a gradient is wanted and `torch.no_grad` is not in force.
 
-    Args and errors are those of `tunegen.rms_norm`. Nothing is computed, compiled or remembered.
+    Args and errors are those of `tunegen.rms_norm` and `tunegen.add_rms_norm`. Nothing is computed, compiled or
+    remembered.
     """
-    from .ops.arguments import check
-    from .ops.rms_norm import has_kernels, key_of, no_kernels_because
+    from .ops.arguments import check, check_like
+    from .ops.rms_norm import has_kernels, no_kernels_because
 
     check(x, weight, 1e-6, offset, casting)
+    if residual is not None:
+        check_like("residual", residual, x)
     policy = policy_of(policy)
-    weight_grad = weight is not None and weight.requires_grad
-    training = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     directions = ["forward", *(["backward"] if training else [])]
     found = []
     for direction in directions:
-        wanted = weight_grad and direction == "backward"
-        key = key_of(direction, x, weight, offset, casting, wanted, policy=policy)
+        key = _key(direction, x, weight, residual, offset, casting, sum_in_fp32, policy)
         problem = replace(key.problem(), rows=x.numel() // x.shape[-1])
-        if has_kernels(x, weight):
+        if has_kernels(x, weight, residual):
             found.append(explain_problem(paths.database(), problem, silicon_of(key.device), key))
         else:
-            found.append(Explanation(problem, key.rows, "torch operators", no_kernels_because(x, weight)))
+            found.append(Explanation(problem, key.rows, "torch operators", no_kernels_because(x, weight, residual)))
     return Explanations(with_torch_backward(found, training=training))
+
+
+def _key(
+    direction: str,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    offset: float,
+    casting: str,
+    sum_in_fp32: bool,
+    policy: str,
+) -> Key:
+    from .ops import add_rms_norm, rms_norm
+
+    backward = direction == "backward"
+    weight_grad = backward and weight is not None and weight.requires_grad
+    if residual is None:
+        return rms_norm.key_of(direction, x, weight, offset, casting, weight_grad, policy=policy)
+    apart = not backward and add_rms_norm.reads_another_sum(x, sum_in_fp32)
+    op = rms_norm.ADD_RMS_NORM
+    return rms_norm.key_of(direction, x, weight, offset, casting, weight_grad, op, apart, policy=policy)
 
 
 def with_torch_backward(found: Sequence[Explanation], *, training: bool) -> list[Explanation]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import paths
 from .compile import (
-    FIXED_OPTIONS,
     ArgumentClass,
     compile_launch,
     constexprs,
     first_line,
     integer_class,
+    launch_options,
     load,
     load_binary,
     make_plan,
@@ -34,6 +35,9 @@ DIRECT_LAUNCH = ("3.6", "3.7", "3.8", "3.9")
 
 Argument = Tensor | int | float
 Allocate = Callable[[str, Scratch], Tensor]
+
+HERE = nullcontext()
+"""Where nothing is to be switched; kept, since a new one costs as much as the question."""
 
 
 @lru_cache(maxsize=1)
@@ -55,6 +59,26 @@ def launches_directly() -> bool:
 @lru_cache(maxsize=4096)
 def _fixed_names(kernel: Any) -> frozenset[str]:
     return frozenset(constexprs(kernel))
+
+
+class _Ready(NamedTuple):
+    """A loaded kernel, its grid, the number of its device, its arguments in order."""
+
+    compiled: Any
+    grid: tuple[int, ...]
+    device: int
+    arguments: list[Any]
+
+    def run(self) -> None:
+        """Launch on the current stream."""
+        from triton import knobs
+        from triton.runtime.driver import driver
+
+        compiled, grid, device, arguments = self
+        stream = driver.active.get_current_stream(device)
+        metadata = compiled.launch_metadata(grid, stream, *arguments)
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *arguments)
 
 
 class Variant:
@@ -95,19 +119,47 @@ class Variant:
         scratch)` returns the workspace tensors, new ones by default.
         """
         plan = self.plan(rows)
-        bound = dict(arguments)
-        for name, scratch in plan.scratch.items():
-            bound[f"{name}_ptr"] = allocate(name, scratch) if allocate else self.allocate(scratch)
+        bound = {**arguments, **self._workspace(plan, allocate)}
         if not launches_directly():
             for launch in plan.launches:
                 self._launch_officially(launch, bound)
-        elif torch.cuda.current_device() == self.device.index:
+            return
+        with self._on_device():
             for launch in plan.launches:
-                self._launch(launch, bound)
+                self._ready(launch, bound).run()
+
+    def bind(
+        self, rows: int, arguments: Mapping[str, Argument], allocate: Allocate | None = None
+    ) -> Callable[[], None]:
+        """The same call as a function that only launches: all else is done here, once, for these very tensors. Kernels
+        are compiled and loaded, and the workspace is there; what a plan wants zero is filled anew in each call."""
+        plan = self.plan(rows)
+        workspace = self._workspace(plan, allocate)
+        bound = {**arguments, **workspace}
+        zeros = [workspace[f"{name}_ptr"] for name, scratch in plan.scratch.items() if scratch.zero]
+        run: list[Callable[[], None]]
+        if launches_directly():
+            with self._on_device():
+                run = [self._ready(launch, bound).run for launch in plan.launches]
         else:
-            with torch.cuda.device(self.device):
-                for launch in plan.launches:
-                    self._launch(launch, bound)
+            run = [partial(self._launch_officially, launch, bound) for launch in plan.launches]
+
+        def call() -> None:
+            with self._on_device():
+                for tensor in zeros:
+                    tensor.zero_()
+                for launch in run:
+                    launch()
+
+        return call
+
+    def _workspace(self, plan: Plan, allocate: Allocate | None) -> dict[str, Tensor]:
+        make = allocate or (lambda _, scratch: self.allocate(scratch))
+        return {f"{name}_ptr": make(name, scratch) for name, scratch in plan.scratch.items()}
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        here = self.device.type != "cuda" or torch.cuda.current_device() == self.device.index
+        return HERE if here else torch.cuda.device(self.device)
 
     def allocate(self, scratch: Scratch) -> Tensor:
         """A workspace tensor as a plan describes it."""
@@ -120,13 +172,10 @@ class Variant:
             named = {name: values[name] for name in launch.kernel.arg_names}
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
-        options = {"num_warps": launch.num_warps or self.config.num_warps, "num_ctas": self.config.num_ctas}
-        launch.kernel[launch.grid](**named, **FIXED_OPTIONS, **options)
+        launch.kernel[launch.grid](**named, **launch_options(launch, self.config))
 
-    def _launch(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
-        from triton import knobs
-        from triton.runtime.driver import driver
-
+    def _ready(self, launch: Launch, bound: Mapping[str, Argument]) -> _Ready:
+        """A launch with all that it takes; compiles and loads the kernel where that is new."""
         kernel = launch.kernel
         values = {**self.constants, **bound, **launch.values}
         try:
@@ -137,16 +186,13 @@ class Variant:
         key = (kernel.__name__, launch.num_warps, classes)
         compiled = self.compiled.get(key)
         if compiled is None:
+            from triton.runtime.driver import driver
+
             by_name = dict(zip(kernel.arg_names, classes, strict=True))
             compiled = compile_launch(launch, self.config, by_name, driver.active.get_current_target())
             load_binary(compiled)
             self.compiled[key] = compiled
-        grid = (*launch.grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(self.device.index)
-        ordered = [values[n] for n in kernel.arg_names]
-        metadata = compiled.launch_metadata(grid, stream, *ordered)
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *ordered)
+        return _Ready(compiled, (*launch.grid, 1, 1)[:3], self.device.index, [values[n] for n in kernel.arg_names])
 
     def _unbound(self, launch: Launch, error: Exception) -> CompileError:
         """For a template whose launch is of no kernel, or of one with a parameter that nobody gives."""

@@ -40,9 +40,9 @@ class Rows(NamedTuple):
         return {f"{name}_row_stride": self.row_stride} if self.nested is None else self.nested.arguments(name)
 
 
-def rows_of(tensor: Tensor) -> Rows:
-    """The rows of a tensor (..., N), in place where strides allow it: leading axes that fold into three at most, and
-    adjacent columns or a single repeated one; else of a copy."""
+def rows_of(tensor: Tensor, nest: bool = True) -> Rows:
+    """The rows of a tensor (..., N), in place where strides allow it, else of a copy: leading axes must fold into three
+    at most (into one without `nest`), columns be adjacent or a single repeated one."""
     hidden = tensor.shape[-1]
     if tensor.stride(-1) == 1 or hidden == 1:
         if tensor.dim() == 2:
@@ -50,11 +50,9 @@ def rows_of(tensor: Tensor) -> Rows:
         if tensor.is_contiguous():
             return Rows(tensor, hidden)
     nested = _nested(tensor)
-    if nested is None:
-        return Rows(tensor.contiguous(), hidden)
-    if nested.middle == nested.inner == nested.col_stride == 1:
+    if nested is not None and nested.middle == nested.inner == nested.col_stride == 1:
         return Rows(tensor, nested.outer_stride)
-    return Rows(tensor, 0, nested)
+    return Rows(tensor, 0, nested) if nested is not None and nest else Rows(tensor.contiguous(), hidden)
 
 
 def in_standard_layout(tensor: Tensor) -> Tensor:
@@ -81,10 +79,10 @@ def like_heads(hidden: int) -> Nested:
     return Nested(middle, inner, middle * inner * hidden, hidden, middle * hidden, 1)
 
 
-def is_copied(tensor: Tensor) -> bool:
+def is_copied(tensor: Tensor, nest: bool = True) -> bool:
     """Whether `rows_of` copies a tensor like this one; asked of one without memory."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return rows_of(like).tensor is not like
+    return rows_of(like, nest).tensor is not like
 
 
 def _nested(tensor: Tensor) -> Nested | None:

@@ -100,7 +100,11 @@ _PROBLEM_SQL = (
     "silicon_id, triton, protocol, op, direction, hidden, x_dtype, weight_dtype, casting, offset, weight_grad, "
     "residual, layout, policy, regime, rows"
 )
-_KEY = f"CREATE UNIQUE INDEX trials_key ON trials ({_PROBLEM_SQL}, family, parameters, digest, stage, kind)"
+
+
+def _key(problem: str = _PROBLEM_SQL) -> str:
+    return f"CREATE UNIQUE INDEX trials_key ON trials ({problem}, family, parameters, digest, stage, kind)"
+
 
 _COST = "CASE trials.kind WHEN 'estimated' THEN trials.estimate_us ELSE trials.score END"
 
@@ -128,11 +132,11 @@ _BREAKERS = "spills, warps, parameters, family, id"
 
 
 # The one best of each problem. A reader's filter on columns of PARTITION BY is pushed down to the index.
-def _winners(order: str) -> str:
+def _winners(order: str, problem: str = _PROBLEM_SQL) -> str:
     return f"""
 CREATE VIEW winners AS
 SELECT * FROM (
-    SELECT *, row_number() OVER (PARTITION BY {_PROBLEM_SQL}, kind ORDER BY {order}) AS place FROM candidates
+    SELECT *, row_number() OVER (PARTITION BY {problem}, kind ORDER BY {order}) AS place FROM candidates
 ) WHERE place = 1"""
 
 
@@ -152,11 +156,19 @@ ALTER TABLE samples ADD COLUMN celsius REAL
 DROP VIEW winners
 DROP VIEW candidates"""
 
+# A second op, and a contract that only it has: what was stored before is of the other one.
+_SUM = """
+DROP VIEW winners
+DROP VIEW candidates
+DROP INDEX trials_key
+ALTER TABLE trials ADD COLUMN sum_in_fp32 INTEGER NOT NULL DEFAULT 0"""
+_PROBLEM_WITH_SUM = f"{_PROBLEM_SQL}, sum_in_fp32"
+
 
 def m001_initial(db: Database) -> None:
     """Tables silicon, sweeps, trials, samples; views candidates and winners."""
     views = _candidates(), _winners(f"final DESC, cost, {_BREAKERS}")
-    for statement in (_SILICON_SQL, _SWEEPS, _TRIALS, _SAMPLES, _KEY, *views):
+    for statement in (_SILICON_SQL, _SWEEPS, _TRIALS, _SAMPLES, _key(), *views):
         db.execute(statement)
 
 
@@ -167,6 +179,20 @@ def m002_ties(db: Database) -> None:
         db.execute(statement)
 
 
-STEPS = (m001_initial, m002_ties)
+def m003_blocks(db: Database) -> None:
+    """Of each sample the number of its round, and whether it counts: until now those that did not were not stored, nor
+    where rounds begin, which is NULL for those samples."""
+    db.execute("ALTER TABLE samples ADD COLUMN round INTEGER")
+    db.execute("ALTER TABLE samples ADD COLUMN kept INTEGER NOT NULL DEFAULT 1")
+
+
+def m004_sum(db: Database) -> None:
+    """Whether add_rms_norm's norm reads the sum in fp32, as a part of the key."""
+    views = _candidates(_TIE.format(cost=_COST)), _winners(_ORDER, _PROBLEM_WITH_SUM)
+    for statement in (*_SUM.strip().splitlines(), _key(_PROBLEM_WITH_SUM), *views):
+        db.execute(statement)
+
+
+STEPS = (m001_initial, m002_ties, m003_blocks, m004_sum)
 for _step in STEPS:
     migrations()(_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ from .policies import FASTEST, INVARIANT, INVARIANT_ROWS
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 CASTINGS = ("fp32", "llama")
 DIRECTIONS = ("forward", "backward")
+RMS_NORM = "rms_norm"
+"""The op that is meant where none is named."""
 TORCH_FAMILY = "torch"
 """The family of torch's own op, which competes with the templates."""
-
 PROTOCOL = 2
-"""Version of the way time is measured (`bench`); stored with every trial, a part of the key."""
+"""Version of what a stored time means (`bench`), a part of the key; more blocks of the same mean the same."""
 
 Value = int | str
 """A parameter of a config: an int is a `tl.constexpr` (or a launch option), a str decides structure in the template."""
@@ -43,7 +44,8 @@ class Problem:
 
     `hidden` is N, the normalised width, `rows` is M, the product of all other sizes. `weight_dtype` is None without a
     weight. `offset` says whether something is added to the weight (Gemma), not how much. `weight_grad` is False in
-    the forward direction and where the weight is frozen or absent.
+    the forward direction and where the weight is frozen or absent. `sum_in_fp32` says of add_rms_norm, forward, 16-bit
+    x, whether the norm reads x + residual before it is rounded.
     """
 
     op: str
@@ -56,6 +58,7 @@ class Problem:
     offset: bool = False
     weight_grad: bool = False
     residual: bool = False
+    sum_in_fp32: bool = False
     layout: str = "contiguous"
     policy: str = FASTEST
     regime: str = "cold_graph"
@@ -75,13 +78,14 @@ class Problem:
         return " ".join([self.direction, f"{self.rows}x{self.hidden}", self.x_dtype, *self.contract()])
 
     def contract(self) -> list[str]:
-        """What sets the problem apart from the usual one, in words: no more than people need to tell rows of a
-        table."""
+        """What sets the problem apart from the usual one, in as many words as tell rows of a table apart."""
         weight = "no weight" if self.weight_dtype is None else f"{self.weight_dtype} weight"
         return [
+            *([self.op] if self.op != RMS_NORM else []),
             *([weight] if self.weight_dtype != self.x_dtype else []),
             *([self.casting] if self.casting != "fp32" else []),
             *(["offset"] if self.offset else []),
+            *(["sum in fp32"] if self.sum_in_fp32 else []),
             *(["dx only"] if self.direction == "backward" and not self.weight_grad else []),
             *([self.policy] if self.policy != FASTEST else []),
         ]
@@ -147,12 +151,14 @@ class Scratch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan. `values` are further arguments, by name; `num_warps` overrides the config's."""
+    """One kernel of a plan. `values`: further arguments, by name; `num_warps` overrides the config's; with `pdl`
+    (programmatic dependent launch) it may start before the kernel ahead has ended, for which it then waits itself."""
 
     kernel: Any
     grid: tuple[int, ...]
     values: Mapping[str, int] = {}
     num_warps: int | None = None
+    pdl: bool = False
 
 
 class Plan(NamedTuple):
@@ -219,10 +225,10 @@ class Conditions(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """GPU time of one candidate. Times in microseconds a call; `blocks` are the raw block medians, `sentinel_blocks`
-    those of the sentinel measured in the same blocks; `score` is the median of their ratios (1.0 = as fast as the
-    sentinel). `rounds` are the scores of rounds with buffers of their own, `conditions` those of each block, where a
-    sensor tells them."""
+    """GPU time of one candidate. Times in microseconds a call; `blocks` are the times of all blocks, `sentinel_blocks`
+    those of the sentinel in the same blocks; `score` is the median of their ratios (1.0 = as fast as the sentinel).
+    `rounds` are the scores of rounds with buffers of their own. Of each block, where known: `conditions` by a sensor,
+    `kept` (does it count; empty: all do), `round_of`."""
 
     us: float
     score: float
@@ -231,15 +237,16 @@ class Measurement:
     sentinel_blocks: tuple[float, ...]
     rounds: tuple[float, ...] = ()
     conditions: tuple[Conditions | None, ...] = ()
+    kept: tuple[bool, ...] = ()
+    round_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trial:
     """A candidate and what became of it.
 
-    In the finals `band` is the share by which the same kernel of this problem, measured twice, differs; `tied` says
-    whether the trial is within that of the best, and `gains` whether it beats both the built-in default and torch's own
-    op by more.
+    In the finals `band` is the share by which the same kernel of this problem, measured twice, differs; `tied`: is the
+    trial within that of the best; `gains`: does it beat both the built-in default and torch's own op by more.
     """
 
     problem: Problem
@@ -257,40 +264,3 @@ class Trial:
     band: float | None = None
     tied: bool | None = None
     gains: bool | None = None
-
-
-class Tensor(NamedTuple):
-    """A tensor argument of an op: shape, dtype, and whether kernels read it (`input`) or write it (`output`). An
-    output is never held to less than `floor_ulp` ulp of its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    role: str
-    floor_ulp: float = 1.0
-
-
-@dataclass(frozen=True)
-class OpSpec:
-    """All that the pipeline must know of an op; the callables take a `Problem` first.
-
-    `tensors(problem)` names every tensor argument, as kernels do without their `_ptr`. `scalars(problem)` gives the
-    run-time numbers, `constants(problem, offset)` the constexprs that do not come from the config, with the offset of
-    a call or the one that is tuned with. `nestable(problem)` lists which tensors may have nested rows (see `layouts`)
-    together; `flags(problem, config, nested)` is one set of Jinja flags for each rendering that may be launched for
-    such tensors; the first one without any is timed. `bytes_moved` counts each input read once, each output written
-    once. `inputs(problem, device, seed)` draws the inputs. `expected(problem, inputs, dtype)` is the reference computed
-    in that dtype. `torch_call(problem, inputs)` returns torch's own form of the op as a function without arguments;
-    `compiled_call(problem)` compiles the plain formula and returns what makes such functions of inputs.
-    """
-
-    name: str
-    tensors: Callable[[Problem], dict[str, Tensor]]
-    scalars: Callable[[Problem], dict[str, int | float]]
-    constants: Callable[..., dict[str, int | float]]
-    nestable: Callable[[Problem], list[tuple[str, ...]]]
-    flags: Callable[..., list[dict[str, Any]]]
-    bytes_moved: Callable[[Problem], int]
-    inputs: Callable[..., dict[str, Any]]
-    expected: Callable[..., dict[str, Any]]
-    torch_call: Callable[..., Callable[[], Any]]
-    compiled_call: Callable[[Problem], Callable[..., Callable[[], Any]]]

@@ -48,6 +48,16 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
         raise CompileError(f"{template_of(problem, config)}: {reason}") from error
 
 
+def import_compiler() -> None:
+    """What the first compilation of a process loads, the hash of Triton's files in its cache key among it (1 s)."""
+    from . import compile, render  # noqa: F401
+
+    with suppress(Exception):  # a release that has it elsewhere computes it when it is needed
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
     """Processes started inside never get Ctrl-C, not even while they import: it is for the parent, who ends them."""
@@ -79,11 +89,11 @@ def follow_parent() -> None:
 
 class CompilePool:
     """Compiles configs and remembers them; what a config compiles to does not depend on the number of rows. `waited`
-    are the seconds that a caller spent waiting."""
+    are the seconds that a caller spent waiting. The silicon may be set once it is known."""
 
     def __init__(
         self,
-        silicon: Silicon,
+        silicon: Silicon | None,
         workers: int | None = None,
         compile_one: Compile = compile_candidate,
         deadline: float = COMPILE_SECONDS,
@@ -103,6 +113,14 @@ class CompilePool:
             self._executor.shutdown()
         else:
             self._kill()
+
+    def prepare(self) -> None:
+        """Start the processes, which import what they need while the caller finds out what there is to compile."""
+        if self.compile_one is not compile_candidate:
+            return  # a stand-in needs none of that
+        for _ in range(self.workers):
+            with suppress(BrokenProcessPool), deaf_to_interrupts():
+                self._running().submit(import_compiler)
 
     def begin(self, problem: Problem, configs: Sequence[Config]) -> None:
         """Start to compile configs that `compile` will be asked for, while the caller does something else."""
@@ -130,17 +148,21 @@ class CompilePool:
             yield config, outcome
 
     def _submit(self, problem: Problem, config: Config) -> Future[Resources]:
-        if self._executor is None:
-            # spawn: a forked child would inherit the parent's threads and, on a GPU machine, perhaps its CUDA context
-            spawn = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.workers, spawn, initializer=follow_parent)
+        assert self.silicon is not None
         try:
             with deaf_to_interrupts():
-                return self._executor.submit(self.compile_one, problem, config, self.silicon)
+                return self._running().submit(self.compile_one, problem, config, self.silicon)
         except BrokenProcessPool as error:
             broken: Future[Resources] = Future()
             broken.set_exception(error)
             return broken
+
+    def _running(self) -> ProcessPoolExecutor:
+        if self._executor is None:
+            # spawn: a forked child would inherit the parent's threads and, on a GPU machine, perhaps its CUDA context
+            spawn = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(self.workers, spawn, initializer=follow_parent)
+        return self._executor
 
     def _wait(self, future: Future[Resources]) -> Outcome | None:
         try:

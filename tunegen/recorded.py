@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RecordingError
-from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, Problem
+from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, RMS_NORM, Problem
+from .ops import OPS
 from .paths import write_whole
 
 FORMAT = 1
@@ -118,7 +119,7 @@ def _problem(entry: dict[str, Any], where: str) -> Problem:
     if unknown := entry.keys() - known:
         raise RecordingError(f"{where}: unknown {', '.join(sorted(unknown))}; a problem has {', '.join(sorted(known))}")
     allowed: dict[str, Sequence[Any]] = {
-        "op": ("rms_norm",),
+        "op": tuple(OPS),
         "direction": DIRECTIONS,
         "x_dtype": tuple(DTYPE_BYTES),
         "weight_dtype": (*DTYPE_BYTES, None),
@@ -126,6 +127,7 @@ def _problem(entry: dict[str, Any], where: str) -> Problem:
         "offset": (False, True),
         "weight_grad": (False, True),
         "residual": (False,),
+        "sum_in_fp32": (False, True),
         "layout": ("contiguous",),
         "policy": ("fastest",),
         "regime": ("cold_graph",),
@@ -143,6 +145,8 @@ def _problem(entry: dict[str, Any], where: str) -> Problem:
     for key in ("offset", "weight_grad"):
         if getattr(problem, key) and problem.weight_dtype is None:
             raise RecordingError(f"{where}: {key} is true, but weight_dtype is null: there is no weight")
+    if problem.sum_in_fp32 and (problem.op == RMS_NORM or problem.direction == "backward"):
+        raise RecordingError(f"{where}: sum_in_fp32 is true, but only the forward direction of add_rms_norm has a sum")
     if problem.weight_grad and problem.direction == "forward":
         raise RecordingError(f"{where}: weight_grad is true, but direction is forward: only backward makes gradients")
     return problem

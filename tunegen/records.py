@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
@@ -127,19 +127,39 @@ def samples_of(trial: Trial) -> list[dict[str, object]]:
     if len(blocks) != len(sentinels):
         raise StoreError(f"{trial.config.label()}: {len(blocks)} samples and {len(sentinels)} of the sentinel")
     nothing = Conditions(None, None, None, None)
-    conditions = [one or nothing for one in trial.measurement.conditions] or [nothing] * len(blocks)
+    measured, count = trial.measurement, len(blocks)
+    conditions = [one or nothing for one in measured.conditions] or [nothing] * count
+    rounds: Sequence[int | None] = measured.round_of or [None] * count
+    kept = measured.kept or [True] * count
     return [
-        {"block": block, "us": us, "sentinel_us": sentinel_us, **around._asdict()}
-        for block, (us, sentinel_us, around) in enumerate(zip(blocks, sentinels, conditions, strict=True))
+        {"block": block, "us": us, "sentinel_us": other, "round": number, "kept": int(counts), **around._asdict()}
+        for block, (us, other, number, counts, around) in enumerate(
+            zip(blocks, sentinels, rounds, kept, conditions, strict=True)
+        )
     ]
 
 
 def _has_types(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Whether texts are texts and numbers are numbers: SQLite keeps what it is given."""
     texts = (row["digest"], row["stage"], row["reason"])
-    samples = [r[name] for r in rows for name in ("block_us", "block_sentinel_us")]
+    samples = [r[f"block_{name}"] for r in rows for name in ("us", "sentinel_us", "round", "kept")]
     numbers = [*(row[name] for name in NUMBERS), *samples]
     return all(type(text) is str for text in texts) and all(type(n) in (int, float, type(None)) for n in numbers)
+
+
+def _measurement(row: dict[str, Any], samples: list[dict[str, Any]]) -> Measurement:
+    """The scores of rounds are not stored, but which round each block is of."""
+    rounds = [r["block_round"] for r in samples]
+    kept = tuple(bool(r["block_kept"]) for r in samples)
+    return Measurement(
+        row["us"],
+        row["score"],
+        row["sentinel_us"],
+        blocks=tuple(r["block_us"] for r in samples),
+        sentinel_blocks=tuple(r["block_sentinel_us"] for r in samples),
+        kept=() if all(kept) else kept,
+        round_of=() if None in rounds else tuple(rounds),
+    )
 
 
 def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> StoredTrial | None:
@@ -151,11 +171,9 @@ def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> Store
         return None
     if not _has_types(row, rows):
         return None
-    pairs = [(r["block_us"], r["block_sentinel_us"]) for r in rows if r["block_us"] is not None]
-    blocks, sentinels = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     measurement, resources = None, None
     if all(row[name] is not None for name in MEASUREMENT):
-        measurement = Measurement(row["us"], row["score"], row["sentinel_us"], blocks, sentinels)
+        measurement = _measurement(row, [r for r in rows if r["block_us"] is not None])
     elif state is TrialState.OK and kind != "estimated":
         return None
     if row["shared_bytes"] is not None:

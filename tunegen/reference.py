@@ -4,6 +4,7 @@ here.
 Forward, Zhang and Sennrich 2019 (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 Backward with r = 1 / sqrt(mean(x^2) + eps), xhat = x r, g = (weight + offset) dy:
 dx = r (g - xhat mean(g xhat)), dw = sum over rows of dy xhat.
+With a residual the norm reads x + residual, which is a result too: what its other readers send back is added to dx.
 """
 
 from __future__ import annotations
@@ -41,15 +42,39 @@ def rms_norm(
     All arithmetic is in fp32 (fp64 for fp64 inputs). casting "fp32" rounds once, at the end; "llama" rounds x-hat to
     x's dtype before the product with the weight, as Hugging Face's LlamaRMSNorm and Qwen3RMSNorm do.
     """
+    return _norm(x.to(accumulate_dtype(x)), x.dtype, weight, eps, offset, casting)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    sum_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of `x + residual`, and that sum, in differentiable torch operators; both have x's shape and dtype.
+
+    The norm reads the sum as it is returned, rounded to x's dtype, or with `sum_in_fp32` as it was before.
+    """
+    total = x + residual
+    if not sum_in_fp32:
+        return rms_norm(total, weight, eps, offset=offset, casting=casting), total
     acc = accumulate_dtype(x)
-    wide = x.to(acc)
+    return _norm(x.to(acc) + residual.to(acc), x.dtype, weight, eps, offset, casting), total
+
+
+def _norm(wide: Tensor, dtype: torch.dtype, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
+    """RMSNorm of what is in the accumulation dtype already, rounded to `dtype`."""
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if casting == "llama":
         # Added as a constant, which is exact: through casts autograd would round the gradient too.
-        normed = normed + (normed.to(x.dtype).to(acc) - normed).detach()
+        normed = normed + (normed.to(dtype).to(wide.dtype) - normed).detach()
     if weight is not None:
-        normed = normed * (weight.to(acc) + offset)
-    return normed.to(x.dtype)
+        normed = normed * (weight.to(wide.dtype) + offset)
+    return normed.to(dtype)
 
 
 def forward(

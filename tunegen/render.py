@@ -18,7 +18,8 @@ import jinja2
 
 from . import paths
 from .errors import BuildError, RenderError
-from .model import Config, KernelSource, OpSpec, Problem
+from .model import Config, KernelSource, Problem
+from .spec import OpSpec
 
 LOG = logging.getLogger("tunegen")
 SUFFIX = ".py.jinja"
@@ -145,6 +146,6 @@ def rendering(
 def combined_digest(problem: Problem, config: Config, spec: OpSpec) -> str:
     """One digest over every rendering that may be launched for `config`: a change in any of them makes its timings
     stale."""
-    kinds = ((), spec.nestable(problem)[-1])  # the last has all that the others have
+    kinds = ((), *spec.nestable(problem)[-1:])  # the last has all that the others have
     digests = " ".join(s.digest for nested in kinds for s in renderings(problem, config, spec, nested))
     return hashlib.sha256(digests.encode()).hexdigest()[:16]

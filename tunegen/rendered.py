@@ -37,15 +37,17 @@ def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, 
     space = load_space(problem.op)
     family = space.family(problem.direction, name)
     if family is None:
-        known = (f.name for f in space.members.values() if f.direction == problem.direction)
-        raise TunegenError(f"no {problem.direction} family {name!r}; there is {listed(known)}")
-    _check_given(family, parameters, names_of(problem, target))
+        raise TunegenError(space.unknown(problem.direction, name))
+    names = names_of(problem, target)
+    _check_given(family, parameters, names)
     choices = {key: domain for key, domain in family.parameters.items() if not isinstance(domain, Rule)}
-    words = {key: domain[0] for key, domain in choices.items() if isinstance(domain[0], str)}
+    words = {
+        key: value for key, value in next(combinations(family.parameters, names)).items() if isinstance(value, str)
+    }
     chosen = {**words, **parameters}
     domains = {**family.parameters, **{key: (value,) for key, value in chosen.items()}}
     whole = chosen.keys() >= choices.keys()
-    config = Config.of(name, next(combinations(domains, names_of(problem, target))) if whole else chosen)
+    config = Config.of(name, next(combinations(domains, names)) if whole else chosen)
     obstacle = _obstacle(problem, family, config, domains, db, target)
     return config, f"as given; never launched here: {obstacle}" if obstacle else "as given"
 

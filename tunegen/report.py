@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .evaluate import COMPILED, TORCH
-from .model import Config, Problem, Silicon, Trial, TrialState
+from .model import RMS_NORM, Config, Problem, Silicon, Trial, TrialState
 from .ops import op_spec
 from .space import load_space
 from .ties import tie_breakers
@@ -59,6 +59,7 @@ class Line:
     band: float | None
     tied: tuple[str, ...]
     gains: bool | None
+    op: str = RMS_NORM
 
     @property
     def gains_over_default(self) -> bool | None:
@@ -103,6 +104,7 @@ def _line(problem: Problem, best: Trial, own: Sequence[Trial], default: Config |
         band=best.band,
         tied=tuple(t.config.label() for t in own if t.tied),
         gains=best.gains,
+        op=problem.op,
     )
 
 
@@ -115,7 +117,7 @@ def table(found: Sequence[Line], width: int) -> RenderableType:
 def _cells(line: Line) -> list[str]:
     """The numbers of a line as text, by column."""
     factors = (line.share_of_copy, line.over_torch, line.over_compiled, line.over_default)
-    size = (line.direction, str(line.rows), str(line.hidden))
+    size = (_named(line.op, line.direction), str(line.rows), str(line.hidden))
     equal = "=" if line.gains_over_default is False else ""
     return [*size, f"{line.us:.2f}", f"{line.tb_per_s:.2f}", *map(_number, factors[:-1]), _number(factors[-1]) + equal]
 
@@ -219,7 +221,7 @@ def sentence(found: Sequence[Line]) -> str:
     saved = sum(one.us * (gain - 1) for one, gain in gains.items()) / len(worth)
     return (
         f"Gained: {len(worth)} of {len(known)} problems are faster than the built-in default, by {saved:.2f} us a call "
-        f"on average, at most {gains[line]:.2f}x ({line.direction} {line.rows}x{line.hidden}){others}."
+        f"on average, at most {gains[line]:.2f}x ({_named(line.op, line.direction)} {line.rows}x{line.hidden}){others}."
     )
 
 
@@ -267,7 +269,12 @@ def _by_reason(failed: Sequence[Trial]) -> dict[tuple[str, str], list[str]]:
 
 
 def _candidate(trial: Trial) -> str:
-    return f"{trial.problem.direction} {trial.config.label()}"
+    return f"{_named(trial.problem.op, trial.problem.direction)} {trial.config.label()}"
+
+
+def _named(op: str, direction: str) -> str:
+    """The direction, with the op where that is not the usual one."""
+    return direction if op == RMS_NORM else f"{op} {direction}"
 
 
 def as_json(found: Sequence[Line]) -> list[dict[str, Any]]:

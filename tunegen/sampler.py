@@ -141,6 +141,16 @@ class Sampler:
         self.leading = {config for family in families.values() for config in family.leading}
         self.left = self.total = max(0, min(budget, sum(len(f.unseen) for f in families.values())))
 
+    def certain(self) -> list[Config]:
+        """Configs that will all be asked for, likely ones first; none where the budget does not reach that far."""
+        unseen: dict[Config, float] = {}
+        for family in self.families.values():
+            scale = statistics.median(family.ratios() or [1.0])
+            unseen |= {c: family.ranks.get(c, float("inf")) * scale for c in family.unseen}
+        if len(unseen) > self.left:
+            return []
+        return sorted(unseen, key=lambda c: (c not in self.leading, unseen[c]))
+
     def ask(self, count: int) -> list[Config]:
         """The next batch, about `count`; fewer at the end, [] when the budget is spent or every family is
         exhausted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ class Sensor:
             watts=_value(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
             celsius=_value(lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
         )
+
+
+@lru_cache(maxsize=64)
+def sensor_of(device: torch.device) -> Sensor:
+    """One for each GPU: opening NVML takes longer than all readings of a problem."""
+    return Sensor(device)
 
 
 def _value(read: Callable[[], float]) -> float | None:

@@ -8,26 +8,40 @@ from typing import Any
 import torch
 
 from . import silicon
+from .ahead import NICE, Ahead, load_autograd_quietly, load_compiler
+from .bench import WARM_UP_SECONDS
 from .compile import first_line
 from .evaluate import Session
 from .model import Config, Problem, Resources, Trial, TrialState
 from .worker import Answer, Facts, installed_versions
 
+KEPT_BYTES = 1 << 30
+"""Freed memory that is kept for the next candidate, at most."""
+WARM_UP_AGAIN = 0.02
+"""Seconds of warm-up where another problem was measured just before: references and inputs are computed on the GPU too,
+and a score is a share of a sentinel that has the same clocks."""
+
 
 class Server:
     """Holds the open session; every answer tells whether the CUDA context still works."""
 
-    def __init__(self, device: int, seed: int) -> None:
+    def __init__(self, device: int, seed: int, spare: bool) -> None:
+        """A `spare` server is for later and has time to load the compiler of the baselines meanwhile."""
         self.device, self.seed = torch.device("cuda", device), seed
         torch.cuda.set_device(self.device)
         self.facts = Facts(silicon.query(device), versions(device))
         self.session: Session | None = None
+        self.warm = False
+        self.ahead = Ahead(load_compiler, NICE) if spare else Ahead(load_autograd_quietly)
 
     def open(self, problem: Problem) -> None:
         """Drop the session in hand and make the inputs, references and sentinel of `problem`."""
+        self.ahead.join()
         self.session = None
         torch.cuda.empty_cache()
-        self.session = Session(problem, self.facts.silicon, self.device, self.seed)
+        warm_up = WARM_UP_AGAIN if self.warm else WARM_UP_SECONDS
+        self.session = Session(problem, self.facts.silicon, self.device, self.seed, warm_up)
+        self.warm = True
         torch.cuda.empty_cache()
 
     def screen(self, config: Config, resources: Resources | None) -> Answer:
@@ -59,7 +73,9 @@ class Server:
             return Answer(found, 0, poisoned)
         peak = torch.cuda.max_memory_reserved()
         # What a candidate's buffers leave behind seldom fits the next one's: kept, it added up to half as much again.
-        torch.cuda.empty_cache()
+        # Given back after every one of them, it took 1.4 s of a sweep (H200), and each had to ask for its memory anew.
+        if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > KEPT_BYTES:
+            torch.cuda.empty_cache()
         assert self.session is not None
         return Answer(found, peak, poisoned, self.session.seconds.taken())
 

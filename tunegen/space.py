@@ -162,8 +162,11 @@ class SearchSpace:
     def _named(self, problem: Problem, name: str) -> Family:
         if family := self.family(problem.direction, name):
             return family
-        known = [family.name for family in self.members.values() if family.direction == problem.direction]
-        raise SearchSpaceError(f"{self.path}: no {problem.direction} family {name!r}; there is {listed(known)}")
+        raise SearchSpaceError(f"{self.path}: {self.unknown(problem.direction, name)}")
+
+    def unknown(self, direction: str, name: str) -> str:
+        """What to say of a family that is not there."""
+        return f"no {direction} family {name!r}; there is {listed(n for d, n in self.members if d == direction)}"
 
 
 def load_space(op: str, path: Path | None = None) -> SearchSpace:

@@ -125,16 +125,13 @@ class Store:
             if connection.execute(sql, (state, records.now(), sweep_id)).rowcount != 1:
                 raise StoreError(f"{self.path} has no sweep {sweep_id} to finish")
 
-    def add(self, sweep_id: int, trial: Trial, protocol: int, triton: str, torch: str) -> int:
-        """Store a trial with its samples, in one transaction; a trial with the same key is replaced and keeps its id.
+    def add_all(self, sweep_id: int, trials: Sequence[Trial], protocol: int, triton: str, torch: str) -> list[int]:
+        """Store trials with their samples in one transaction, all of them or none, and return their ids; a trial with
+        the same key is replaced and keeps its id. Finals say who is tied with whom: earlier ones then end.
 
         `triton` is the minor version, such as `3.6`. Raises StoreError for an unknown sweep, for samples that do not
         pair with sentinels, and when the file cannot be written.
         """
-        return self.add_all(sweep_id, [trial], protocol, triton, torch)[0]
-
-    def add_all(self, sweep_id: int, trials: Sequence[Trial], protocol: int, triton: str, torch: str) -> list[int]:
-        """The same for several trials, all of them or none. Finals say who is tied with whom: earlier ones then end."""
         rows = [(records.trial_row(trial), records.samples_of(trial)) for trial in trials]
         shared = {"sweep_id": sweep_id, "protocol": protocol, "triton": triton, "torch": torch}
         with self._writing() as connection:
@@ -156,7 +153,8 @@ class Store:
         """
         wanted = {"triton": triton, "protocol": protocol, "kind": kind, **records.problem_row(problem)}
         columns = ", ".join(f"trials.{name} AS {name}" for name in ("id", *records.LOADED))
-        sql = f"""SELECT {columns}, samples.us AS block_us, samples.sentinel_us AS block_sentinel_us
+        sql = f"""SELECT {columns}, samples.us AS block_us, samples.sentinel_us AS block_sentinel_us,
+            samples.round AS block_round, samples.kept AS block_kept
             FROM trials JOIN silicon ON silicon.id = trials.silicon_id
             LEFT JOIN samples ON samples.trial_id = trials.id
             WHERE {records.equal(wanted, "trials.")} AND {records.equal(records.SILICON, "silicon.")}

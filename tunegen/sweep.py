@@ -24,6 +24,8 @@ from .ties import judged
 from .worker import STOP_SECONDS, Worker
 
 BATCH = 16
+AHEAD = 4
+"""Compilations that may wait for each process of the pool, beside the batch; the slowest seen takes 6 s."""
 
 WRONG_AGAIN = "passed the gate when it was screened, failed it in the finals"
 
@@ -63,9 +65,11 @@ class Context:
         return list(trials)
 
     def ask(self, problem: Problem, sampler: Sampler) -> list[Config]:
-        """The next batch, which begins to compile."""
+        """The next batch, which begins to compile, and behind it what will be asked for later in any case: compilers
+        that wait for the next batch would make the GPU wait afterwards."""
         batch = sampler.ask(BATCH)
-        self.pool.begin(problem, batch)
+        # No more than that: the deadline of a compilation counts from when it is asked for.
+        self.pool.begin(problem, [*batch, *sampler.certain()[: AHEAD * self.pool.workers]])
         return batch
 
     def standing(self, problem: Problem) -> list[Trial]:
@@ -91,7 +95,7 @@ class SweepResult:
     left_out: dict[Problem, str]
 
 
-def merged(results: Sequence[SweepResult]) -> SweepResult:
+def together(results: Sequence[SweepResult]) -> SweepResult:
     """What several GPUs of one kind found, as one result; the peak is that of one GPU."""
     seconds = Spent()
     for result in results:
@@ -117,17 +121,16 @@ def sweep_gpu(
     """Tune `problems` on the first GPU, or that of `worker`, compiling on all or on `cores` cores. An interrupt loses
     at most the trial that is running; the sweep is then stored as interrupted, as are the trials of a problem that had
     to be left out half done."""
-    with worker or Worker(0, seed) as worker:
+    with worker or Worker(0, seed) as worker, CompilePool(None, cores, compile_one) as pool:
         listener.stage("starting the measuring process", 0)
+        pool.prepare()
         facts = worker.start()
+        pool.silicon = facts.silicon
         worker.prepare()  # for the finals, which are timed in a fresh process
         silicon, versions = facts.silicon, {k: v for k, v in facts.versions.items() if k in VERSIONS}
         taken: list[Problem] = []
         left_out: dict[Problem, str] = {}
-        with (
-            recorded(store, silicon, arguments, versions, seed) as sweep_id,
-            CompilePool(silicon, cores, compile_one) as pool,
-        ):
+        with sweep_row(store, silicon, arguments, versions, seed) as sweep_id:
             context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget)
             shortlists = per_problem(noted(problems, taken), listener, lambda p: search(context, worker, p), left_out)
             worker.stop(STOP_SECONDS)
@@ -148,7 +151,7 @@ def noted(problems: Iterable[Problem], taken: list[Problem]) -> Iterator[Problem
 
 
 @contextmanager
-def recorded(
+def sweep_row(
     store: Store, silicon: Silicon, arguments: dict[str, Any], versions: Mapping[str, str], seed: int
 ) -> Iterator[int]:
     """A row of `sweeps` that says how it ended; if that cannot be written the next sweep will, and this one ends with
@@ -188,6 +191,8 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
     """Screen one problem's candidates; returns the shortlist, best first, torch and the built-in default included."""
     worker.open(problem)
     standing = context.standing(problem)
+    if not any(trial.config == TORCH and trial.stage == "screen" for trial in standing):
+        worker.begin()  # it will be needed: meanwhile candidates are found, ranked and begin to compile
     sampler = make_sampler(context, problem, standing)
     done = {trial.config: trial for trial in standing if trial.stage == "screen"}
     context.listener.stage(problem.label(), sampler.total + (TORCH not in done))

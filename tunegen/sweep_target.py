@@ -15,7 +15,7 @@ from .ops import op_spec
 from .pool import CompilePool
 from .space import load_space
 from .store import Store
-from .sweep import Context, Listener, recorded
+from .sweep import Context, Listener, sweep_row
 from .worker import installed_versions
 
 
@@ -29,7 +29,7 @@ def sweep_target(
 ) -> list[Trial]:
     """Without a GPU: compile every candidate for `silicon` and rank it by the model; nothing is timed."""
     versions = installed_versions()
-    with recorded(store, silicon, arguments, versions, seed) as sweep_id, CompilePool(silicon) as pool:
+    with sweep_row(store, silicon, arguments, versions, seed) as sweep_id, CompilePool(silicon) as pool:
         context = Context(store, sweep_id, silicon, versions, pool, listener, seed, 0)
         return [context.save(trial) for problem in problems for trial in estimates(context, problem)]
 

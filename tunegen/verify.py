@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from .launch import Argument, Variant
 from .layouts import nested_copy
-from .model import OpSpec, Problem, Scratch
-from .model import Tensor as Shape
+from .model import Problem, Scratch
 from .reference import DTYPES, Expected
+from .spec import OpSpec
+from .spec import Tensor as Shape
+from .ulps import Deviation, Findings, Found, Plain, deviation, scaled
 
-MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23, "fp64": 52}
 GUARD_ROWS = 16
 """Rows of guard before and after each tensor, as many as the tallest tile has: whoever misses a mask lands there.
 Around inputs it is NaN, so that what is read shows; around outputs a number, so that NaN written over it shows."""
@@ -47,8 +48,6 @@ TYPICAL_FLOOR_ULP = 0.01
 
 FP64_FLOOR_ULP = 16.0
 """For fp64 outputs the reference has no higher precision to hide in: its own sums are off by a few ulp too."""
-
-CHUNK_ELEMENTS = 1 << 24
 
 Runner = Callable[[Problem, Mapping[str, Tensor]], None]
 """Computes an op: reads the input tensors of the mapping, writes its outputs in place."""
@@ -72,11 +71,26 @@ class _Bound:
     typical: float
 
 
-class Deviation(NamedTuple):
-    """How far an output is off, in ulp; both are NaN if any element is."""
+class _Look(NamedTuple):
+    """A question about a buffer that was asked of `Findings`: whether it has a fault, or, with a bound, how far it is
+    off."""
 
-    largest: float
-    typical: float
+    where: str
+    fault: str = ""
+    bound: _Bound | None = None
+
+    def verdict(self, found: Found) -> Verdict:
+        """What the answer comes to."""
+        if self.bound is None:
+            return Verdict(False, math.inf, f"{self.where}: {self.fault}") if found.largest else Verdict(True, 0.0)
+        off = found.deviation(self.bound.want.value.numel())
+        if objection := _objection(off, self.bound):
+            return Verdict(False, math.inf if math.isnan(off.largest) else off.largest, f"{self.where}: {objection}")
+        return Verdict(True, off.largest)
+
+
+Case = tuple[Problem, dict[str, Tensor], dict[str, _Bound]]
+"""A row count to be right at: the problem, its inputs, and what is allowed of each output."""
 
 
 class Gate:
@@ -85,6 +99,7 @@ class Gate:
     def __init__(self, spec: OpSpec, problem: Problem, device: torch.device, seed: int = 0, reach: int = 1) -> None:
         """`reach`: how many times its rows a candidate must be right for, since it may be launched for them."""
         self.spec, self.device = spec, device
+        self._guards: dict[tuple[str, bool], Tensor] = {}
         self.cases = [self._case(replace(problem, rows=rows), seed) for rows, seed in checks(problem, seed, reach)]
         # How far plain torch is off on a few rows is a matter of luck: its worst over all of them counts for each.
         for name in self.cases[0][2]:
@@ -92,9 +107,9 @@ class Gate:
             for _, _, bounds in self.cases:
                 bounds[name] = replace(bounds[name], budget=budget)
 
-    def _case(self, problem: Problem, seed: int) -> tuple[Problem, dict[str, Tensor], dict[str, _Bound]]:
+    def _case(self, problem: Problem, seed: int) -> Case:
         given = self.spec.inputs(problem, self.device, seed)
-        truth = self.spec.expected(problem, given, torch.float64)
+        truth = {n: scaled(want) for n, want in self.spec.expected(problem, given, torch.float64).items()}
         # Added up from the other end too: a right kernel need not be as lucky as torch is with one order. One after the
         # other, since each is as large as all the inputs.
         plain = self._plain(problem, given, truth, mirrored=False)
@@ -124,36 +139,54 @@ class Gate:
 
     def check(self, run: Runner, outputs: frozenset[str]) -> Verdict:
         """Run a candidate that writes `outputs` on every case, each time with its own buffers: inputs between guards of
-        NaN, outputs filled with NaN."""
+        NaN, outputs filled with NaN. The first fault decides."""
         worst = 0.0
-        for problem, given, truth in self.cases:
-            verdict = self._check_case(run, problem, given, {n: truth[n] for n in sorted(outputs)})
-            worst = max(worst, verdict.error_ulp)
-            if not verdict.ok:
-                return Verdict(False, worst, verdict.reason)
+        # On a GPU all cases are run before the numbers of any are read, which waits for it: once a candidate.
+        batches = [self.cases] if self.device.type == "cuda" else [[case] for case in self.cases]
+        for cases in batches:
+            findings = self._findings()
+            looks = [look for case in cases for look in self._looks(findings, run, case, outputs)]
+            for look, found in zip(looks, findings.read(), strict=True):
+                verdict = look.verdict(found)
+                worst = max(worst, verdict.error_ulp)
+                if not verdict.ok:
+                    return replace(verdict, error_ulp=worst)
         return Verdict(True, worst)
 
-    def _check_case(
-        self, run: Runner, problem: Problem, given: Mapping[str, Tensor], truth: Mapping[str, _Bound]
-    ) -> Verdict:
+    def _findings(self) -> Findings:
+        if self.device.type != "cuda":
+            return Plain()
+        from .fused import Fused
+
+        questions = 2 * len(self.spec.tensors(self.cases[0][0]))
+        return Fused(self.device, questions * len(self.cases))
+
+    def _guard(self, shape: Shape, value: float) -> Tensor:
+        """One element of guard in the dtype of a tensor, made once."""
+        key = shape.dtype, math.isnan(value)
+        if key not in self._guards:
+            self._guards[key] = torch.full((1,), value, dtype=DTYPES[shape.dtype], device=self.device)
+        return self._guards[key]
+
+    def _looks(self, findings: Findings, run: Runner, case: Case, outputs: frozenset[str]) -> Iterator[_Look]:
+        """Run one case and ask what its buffers look like."""
+        problem, given, bounds = case
         shapes = self.spec.tensors(problem)
-        read = {name: _Guarded(shapes[name], self.device, math.nan, tensor) for name, tensor in given.items()}
-        written = {name: _Guarded(shapes[name], self.device, GUARD_VALUE) for name in truth}
+        read = {
+            name: _Guarded(shapes[name], self._guard(shapes[name], math.nan), tensor) for name, tensor in given.items()
+        }
+        written = {name: _Guarded(shapes[name], self._guard(shapes[name], GUARD_VALUE)) for name in sorted(outputs)}
         run(problem, {name: guarded.inner for name, guarded in {**read, **written}.items()})
-        where = f"at {problem.rows}x{problem.hidden}"
         for name, guarded in {**read, **written}.items():
-            if not guarded.whole():
-                return Verdict(False, math.inf, f"{name} {where}: written outside of the tensor")
-            if name in read and not torch.equal(guarded.inner, given[name]):
-                return Verdict(False, math.inf, f"{name} {where}: an input was written")
-        worst = 0.0
+            where = f"{name} at {problem.rows}x{problem.hidden}"
+            findings.guards(guarded.buffer, guarded.width, guarded.guard)
+            yield _Look(where, "written outside of the tensor")
+            if name in read:
+                findings.same(guarded.inner, given[name])
+                yield _Look(where, "an input was written")
         for name, guarded in written.items():
-            off = deviation(guarded.inner, truth[name].want, shapes[name].dtype)
-            if objection := _objection(off, truth[name]):
-                largest = math.inf if math.isnan(off.largest) else off.largest
-                return Verdict(False, largest, f"{name} {where}: {objection}")
-            worst = max(worst, off.largest)
-        return Verdict(True, worst)
+            findings.deviation(guarded.inner, bounds[name].want, shapes[name].dtype)
+            yield _Look(f"{name} at {problem.rows}x{problem.hidden}", bound=bounds[name])
 
 
 def _mirror(tensor: Tensor) -> Tensor:
@@ -181,36 +214,6 @@ def checks(problem: Problem, seed: int, reach: int) -> list[tuple[int, int]]:
     return list(zip(counts, itertools.accumulate(counts, initial=seed), strict=False))
 
 
-def deviation(got: Tensor, want: Expected, dtype: str) -> Deviation:
-    """|got - want| in ulp of `dtype` at max(|want|, scale), after taking off the slack."""
-    floor = want.value.abs().mean() if want.scale is None else want.scale.abs()
-    floor = floor.expand(want.value.shape)
-    step = max(1, CHUNK_ELEMENTS // max(want.value[0].numel(), 1))
-    largest, squares = 0.0, 0.0
-    for start in range(0, len(want.value), step):
-        part = slice(start, start + step)
-        slack = None if want.slack is None else want.slack[part]
-        off = _ulps(got[part], Expected(want.value[part], slack, floor[part]), dtype)
-        chunk = float(off.max())
-        if math.isnan(chunk):
-            return Deviation(math.nan, math.nan)
-        largest = max(largest, chunk)
-        squares += float(off.square().sum())
-    return Deviation(largest, math.sqrt(squares / want.value.numel()))
-
-
-def _ulps(got: Tensor, want: Expected, dtype: str) -> Tensor:
-    assert want.scale is not None
-    finfo, bits = torch.finfo(DTYPES[dtype]), MANTISSA_BITS[dtype]
-    # An ulp is a normal fp64 number even where all of a row is 0.
-    size = want.value.abs().maximum(want.scale.to(want.value.dtype)).clamp_min(max(finfo.smallest_normal, 1e-290))
-    ulp = torch.exp2((torch.frexp(size).exponent - 1 - bits).to(torch.float64))
-    off = (got.to(torch.float64) - want.value).abs()
-    if want.slack is not None:
-        off = (off - want.slack).clamp_min(0.0)
-    return off / ulp
-
-
 def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
     """A Runner that launches `variant` with its workspace filled with NaN, on copies with nested rows of the tensors
     that it expects so."""
@@ -231,20 +234,16 @@ def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
 
 
 class _Guarded:
-    """A tensor within a larger buffer, `guard` before and after it; NaN itself unless there is content to copy."""
+    """A tensor within a larger buffer, whose other elements are that of `guard`; NaN itself unless there is content to
+    copy."""
 
-    def __init__(self, shape: Shape, device: torch.device, guard: float, content: Tensor | None = None) -> None:
+    def __init__(self, shape: Shape, guard: Tensor, content: Tensor | None = None) -> None:
         size = math.prod(shape.shape)
         self.width = 64 * -(-GUARD_ROWS * shape.shape[-1] // 64)  # a multiple of 64 keeps the tensor aligned
         self.guard = guard
-        self.buffer = torch.full((size + 2 * self.width,), guard, dtype=DTYPES[shape.dtype], device=device)
+        self.buffer = guard.repeat(size + 2 * self.width)
         self.inner = self.buffer[self.width : self.width + size].view(shape.shape)
         if content is None:
             self.inner.fill_(math.nan)
         else:
             self.inner.copy_(content)
-
-    def whole(self) -> bool:
-        """Whether the guard is as it was."""
-        guards = torch.cat([self.buffer[: self.width], self.buffer[-self.width :]])
-        return bool(guards.isnan().all() if math.isnan(self.guard) else (guards == self.guard).all())

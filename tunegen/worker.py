@@ -67,6 +67,7 @@ class Worker:
         self.peak_bytes = 0
         self.seconds = Spent()
         self._opened: Problem | None = None
+        self._opening: Problem | None = None  # was sent for, not answered yet
         self._process: Any = None
         self._connection: Connection | None = None
         self._spare: tuple[Any, Connection] | None = None
@@ -85,12 +86,12 @@ class Worker:
     def prepare(self) -> None:
         """Begin to start a child for later, while another one works: the next `start` then takes that."""
         if self._spare is None:
-            self._spare = self._launch()
+            self._spare = self._launch(serve_later if self.target is serve else self.target)
 
-    def _launch(self) -> tuple[Any, Connection]:
+    def _launch(self, target: Any) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (self.target, theirs, self.device, self.seed)
+        arguments = (target, theirs, self.device, self.seed)
         process = context.Process(target=_following, args=arguments, daemon=True)
         with deaf_to_interrupts():
             process.start()
@@ -101,7 +102,7 @@ class Worker:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
             spare, self._spare, self._opened = self._spare, None, None
-            self._process, self._connection = spare or self._launch()
+            self._process, self._connection = spare or self._launch(self.target)
             try:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
@@ -119,6 +120,13 @@ class Worker:
     def open(self, problem: Problem) -> None:
         """Make `problem` the one that `screen` and `finals` speak of."""
         self.problem = problem
+
+    def begin(self) -> None:
+        """Have a child that runs begin to open the problem, while the caller prepares what it will ask for."""
+        if self._connection is not None and self._opened != self.problem and self._opening is None:
+            with contextlib.suppress(OSError):  # it has ended: whatever is asked for next says so
+                self._connection.send(("open", (self.problem,)))
+                self._opening = self.problem
 
     def screen(self, config: Config, resources: Resources | None) -> Trial:
         """Verify and time one config. Whatever happens to the child, a trial comes back."""
@@ -148,15 +156,13 @@ class Worker:
             assert self._connection is not None
             self._connection.close()
             _end(self._process, patience)
-            self._process = self._connection = None
+            self._process = self._connection = self._opening = None
 
     def _guarded(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         try:
             self.start()
-            if self._opened != self.problem:
-                with self.seconds.on("opening problems"):
-                    self._call("open", (self.problem,), OPEN_SECONDS)
-                self._opened = self.problem
+            with self.seconds.on("opening problems"):
+                self._finish_opening()
         except (EOFError, OSError, WorkerError) as error:
             self.stop()
             reason = str(error) or type(error).__name__
@@ -177,6 +183,20 @@ class Worker:
         if answer.poisoned:
             self.stop()
         return answer.result
+
+    def _finish_opening(self) -> None:
+        if self._opening is not None:
+            opening, self._opening, self._opened = self._opening, None, None
+            try:
+                self._receive(OPEN_SECONDS)
+                self._opened = opening
+            except WorkerError:
+                if opening == self.problem:
+                    raise
+                self.start()  # the error of a problem that is not wanted any more has ended the child
+        if self._opened != self.problem:
+            self._call("open", (self.problem,), OPEN_SECONDS)
+            self._opened = self.problem
 
     def _call(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         assert self._connection is not None
@@ -209,13 +229,18 @@ def _following(target: Any, *arguments: Any) -> None:
     target(*arguments)
 
 
-def serve(connection: Connection, device: int, seed: int) -> None:
+def serve_later(connection: Connection, device: int, seed: int) -> None:
+    """Body of a child that is started ahead."""
+    serve(connection, device, seed, spare=True)
+
+
+def serve(connection: Connection, device: int, seed: int, spare: bool = False) -> None:
     """Body of the child: answer requests until the parent goes away. What it raises itself is sent as a WorkerError."""
     from .compile import first_line
     from .serving import Server
 
     try:
-        server = Server(device, seed)
+        server = Server(device, seed, spare)
     except Exception as error:
         connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
         return

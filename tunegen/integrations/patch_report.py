@@ -25,12 +25,23 @@ class Left(NamedTuple):
     reason: str
 
 
+class Fused(NamedTuple):
+    """A layer in which `add_rms_norm` computes the residual adds right before `norms`, its attributes."""
+
+    name: str
+    kind: str
+    norms: tuple[str, ...]
+
+
 class PatchReport(NamedTuple):
-    """What was replaced, what was left and why, and what else there is to know; `print` shows it grouped."""
+    """What was replaced, what was left and why, and what else there is to know; `print` shows it grouped. `fused` and
+    `not_fused` are layers, where that was asked for."""
 
     replaced: tuple[Replaced, ...]
     left: tuple[Left, ...]
     notes: tuple[str, ...] = ()
+    fused: tuple[Fused, ...] = ()
+    not_fused: tuple[Left, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} replaced, {len(self.left)} left"]
@@ -39,7 +50,17 @@ class PatchReport(NamedTuple):
             width = "any hidden size" if hidden is None else f"hidden {hidden}"
             rule = f"eps {contract.eps:g}, offset {contract.offset:g}, casting {contract.casting}"
             lines.append(f"  replaced {count} x {kind}: {width}, {rule}")
-        for (kind, reason), count in Counter((one.kind, one.reason) for one in self.left).items():
-            first = next(one.name for one in self.left if (one.kind, one.reason) == (kind, reason))
-            lines.append(f"  left {count} x {kind} ({first or 'the model itself'}): {reason}")
+        lines += _grouped("left", self.left)
+        for (kind, norms), count in Counter((one.kind, one.norms) for one in self.fused).items():
+            lines.append(f"  fused {count} x {kind}: the residual add with {', '.join(norms)}")
+        lines += _grouped("not fused", self.not_fused)
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _grouped(what: str, left: tuple[Left, ...]) -> list[str]:
+    """A line for each reason of each kind, with the first of them."""
+    found = []
+    for (kind, reason), count in Counter((one.kind, one.reason) for one in left).items():
+        first = next(one.name for one in left if (one.kind, one.reason) == (kind, reason))
+        found.append(f"  {what} {count} x {kind} ({first or 'the model itself'}): {reason}")
+    return found

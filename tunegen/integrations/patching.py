@@ -15,21 +15,26 @@ from torch import Tensor, nn
 
 from .. import paths
 from ..errors import UnknownNormError
+from ..ops.add_rms_norm import add_rms_norm
 from ..ops.rms_norm import rms_norm
 from .architectures import instance_of, modeling, norm_classes
 from .eager_backward import rms_norm_eager_backward
 from .forwards import ORIGINAL, OURS, forward_of, own_forward, put_on_class, put_on_module, restore
+from .fusion import TAKES_RESIDUAL, fuse, is_layer
 from .hub_kernels import register
-from .patch_report import Left, PatchReport, Replaced
+from .patch_report import Fused, Left, PatchReport, Replaced
 from .recognition import Contract, Reader, is_candidate, recognised
 
 Norm = Callable[[Tensor, Tensor | None, Contract], Tensor]
 """Computes a norm under a contract: x (..., N), weight (N) or None."""
 
+AddNorm = Callable[[Tensor, Tensor, Tensor | None, Contract], tuple[Tensor, Tensor]]
+"""The same of x + residual; returns that sum too."""
+
 BACKWARDS = ("tuned", "eager")
 
 
-def patch(target: str | nn.Module, *, backward: str = "tuned") -> PatchReport:
+def patch(target: str | nn.Module, *, backward: str = "tuned", fuse_residual: bool = False) -> PatchReport:
     """Let `rms_norm` compute the norms of a model or of an architecture.
 
     Args:
@@ -37,6 +42,8 @@ def patch(target: str | nn.Module, *, backward: str = "tuned") -> PatchReport:
             architecture of Hugging Face transformers ("qwen3", "llama", "gemma3", ...), whose classes are patched, for
             models that exist and for those built later.
         backward: "tuned", or "eager" for torch's operators in backward (the forward-only tier).
+        fuse_residual: True lets `add_rms_norm` compute each residual add of a model's layers together with the norm
+            right behind it (see `fusion`); layers whose forward has none stay as they are.
 
     Returns:
         What was replaced, under which contract, what was left and why. A norm keeps the dtype of its result: where that
@@ -44,30 +51,34 @@ def patch(target: str | nn.Module, *, backward: str = "tuned") -> PatchReport:
 
     Raises:
         TypeError: target is neither a model nor a name.
-        ValueError: an unknown architecture or backward; nothing in the target is a norm that tunegen computes.
+        ValueError: an unknown architecture or backward; nothing in the target is a norm that tunegen computes;
+            fuse_residual of a name, or with the eager backward.
         ImportError: a name is given and transformers is not installed.
     """
     if backward not in BACKWARDS:
         raise ValueError(f"backward must be one of {', '.join(BACKWARDS)}, got {backward!r}")
-    report = replace(target, _tuned if backward == "tuned" else _eager)
+    if fuse_residual and (isinstance(target, str) or backward != "tuned"):
+        raise ValueError("fuse_residual takes a model and the tuned backward; give the model, or leave it out")
+    report = replace(target, _tuned if backward == "tuned" else _eager, _tuned_sum if fuse_residual else None)
     if not report.replaced:
         raise ValueError(f"nothing to patch: {report}")
     return report
 
 
-def replace(target: str | nn.Module, norm: Norm) -> PatchReport:
-    """As `patch`, with any `norm`; raises nothing where there is nothing to patch."""
+def replace(target: str | nn.Module, norm: Norm, add_norm: AddNorm | None = None) -> PatchReport:
+    """As `patch`, with any `norm`, and of a model's layers any `add_norm`; raises nothing where there is nothing to
+    patch."""
     if isinstance(target, str):
         return _patch_classes(target, norm)
     if not isinstance(target, nn.Module):
         raise TypeError(f"the target must be a model or the name of an architecture, got {type(target).__name__}")
-    return _patch_modules(target, norm)
+    return _patch_modules(target, norm, add_norm)
 
 
 def unpatch(target: str | nn.Module) -> int:
-    """Undo `patch` for the same model or name; returns how many norms or classes got their forward back.
+    """Undo `patch` for the same model or name; returns how many norms, layers or classes got their forward back.
 
-    A norm whose forward was replaced once more by others since then is left as they made it.
+    One whose forward was replaced once more by others since then is left as they made it.
 
     Raises:
         TypeError: target is neither a model nor a name.
@@ -89,26 +100,54 @@ def _eager(x: Tensor, weight: Tensor | None, contract: Contract) -> Tensor:
     return rms_norm_eager_backward(x, weight, contract.eps, offset=contract.offset, casting=contract.casting)
 
 
-def _forward(norm: Norm, read: Reader, original: Callable[..., Any], owner: type | None = None) -> Callable[..., Any]:
+def _tuned_sum(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, residual, weight, contract.eps, offset=contract.offset, casting=contract.casting)
+
+
+def _forward(
+    norm: Norm,
+    read: Reader,
+    original: Callable[..., Any],
+    owner: type | None = None,
+    add_norm: AddNorm | None = None,
+) -> Callable[..., Any]:
     """The `forward` that takes the place of `original`. Where it is that of a class, `owner`, modules of its subclasses
-    keep the original: what they inherit may call methods of their own."""
+    keep the original: what they inherit may call methods of their own. With `add_norm` it takes a residual too."""
 
     def forward(self: Any, *args: Tensor, **named: Tensor) -> Any:
+        if add_norm is not None and len(args) == 2:
+            return with_residual(self, *args)
         given = (*args, *named.values())  # whatever the original calls it
         contract = read(self) if len(given) == 1 and (owner is None or type(self) is owner) else None
         if contract is None:
             return original(self, *args, **named)
         (x,) = given
         weight = getattr(self, "weight", None)
-        y = norm(x, weight, contract)
-        dtype = contract.dtype(x.dtype, None if weight is None else weight.dtype)
-        return y if y.dtype == dtype else y.to(dtype)
+        return _promised(norm(x, weight, contract), weight, contract)
+
+    def with_residual(self: Any, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
+        contract, alike = read(self), (x.dtype, x.shape, x.device) == (residual.dtype, residual.shape, residual.device)
+        if contract is None or not alike:  # under autocast, say, the two differ in dtype
+            total = residual + x
+            return forward(self, total), total
+        assert add_norm is not None
+        weight = getattr(self, "weight", None)
+        y, total = add_norm(x, residual, weight, contract)
+        return _promised(y, weight, contract), total
 
     OURS[forward] = original
+    if add_norm is not None:
+        setattr(forward, TAKES_RESIDUAL, True)
     return forward
 
 
-def _patch_modules(model: nn.Module, norm: Norm) -> PatchReport:
+def _promised(y: Tensor, weight: Tensor | None, contract: Contract) -> Tensor:
+    """y, which has x's dtype, in that of the module's result."""
+    dtype = contract.dtype(y.dtype, None if weight is None else weight.dtype)
+    return y if y.dtype == dtype else y.to(dtype)
+
+
+def _patch_modules(model: nn.Module, norm: Norm, add_norm: AddNorm | None) -> PatchReport:
     notes = []
     if isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
         notes.append(COMPILED)
@@ -127,9 +166,27 @@ def _patch_modules(model: nn.Module, norm: Norm) -> PatchReport:
             left.append(Left(name, type(module).__name__, str(error)))
     replaced = []
     for name, module, original, read, contract in found:
-        put_on_module(module, _forward(norm, read, original))
+        put_on_module(module, _forward(norm, read, original, add_norm=add_norm))
         replaced.append(Replaced(name, type(module).__name__, _width(module), contract))
-    return PatchReport(tuple(replaced), tuple(left), tuple(notes))
+    layers = _fuse_layers(model, {module for _, module, *_ in found}) if add_norm else ((), ())
+    return PatchReport(tuple(replaced), tuple(left), tuple(notes), *layers)
+
+
+def _fuse_layers(model: nn.Module, patched: set[nn.Module]) -> tuple[tuple[Fused, ...], tuple[Left, ...]]:
+    """Fuse what the layers of a model add with what they norm next, where that is one of the `patched` norms."""
+    done, left = [], []
+    for name, layer in model.named_modules():
+        norms = frozenset(attribute for attribute, child in layer.named_children() if child in patched)
+        if not norms or not is_layer(layer):
+            continue
+        try:
+            forward, attributes = fuse(layer, norms)
+        except UnknownNormError as error:
+            left.append(Left(name, type(layer).__name__, str(error)))
+            continue
+        put_on_module(layer, forward)
+        done.append(Fused(name, type(layer).__name__, attributes))
+    return tuple(done), tuple(left)
 
 
 COMPILED = (

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import UnknownNormError
 from ..layouts import is_copied
-from ..model import Problem
+from ..model import RMS_NORM, Problem
+from ..ops.rms_norm import ADD_RMS_NORM
 from ..recorded import RecordedCall, Recording
 from ..reference import DTYPE_NAMES
 from .forwards import forward_of
@@ -77,25 +78,36 @@ def _step(model: nn.Module, batch: Any) -> None:
 
 def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
+        x, *others = (*args, *kwargs.values())
+        residual = others[0] if others else None  # of a layer whose residual add is fused
         weight = getattr(module, "weight", None)
+        y = y[0] if residual is not None else y
         if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype not in DTYPE_NAMES or not x.numel():
             return
-        notes[_call("forward", x, weight, contract, None)] += 1
+        notes[_call("forward", x, residual, weight, contract, None)] += 1
         if y.requires_grad:
             # Shape and strides alone: x itself would live as long as the graph.
             meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            if residual is not None:  # backward starts from the sum
+                meta = torch.empty_like(meta, memory_format=torch.contiguous_format)
+            other = None if residual is None else meta
             wanted = weight is not None and weight.requires_grad
-            y.register_hook(lambda dy: notes.update([_call("backward", meta, weight, contract, dy, wanted)]))  # type: ignore[no-untyped-call]
+            y.register_hook(lambda dy: notes.update([_call("backward", meta, other, weight, contract, dy, wanted)]))  # type: ignore[no-untyped-call]
 
     return after
 
 
 def _call(
-    direction: str, x: Tensor, weight: Tensor | None, contract: Contract, dy: Tensor | None, weight_grad: bool = False
+    direction: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    contract: Contract,
+    dy: Tensor | None,
+    weight_grad: bool = False,
 ) -> RecordedCall:
     problem = Problem(
-        op="rms_norm",
+        op=RMS_NORM if residual is None else ADD_RMS_NORM,
         direction=direction,
         hidden=x.shape[-1],
         rows=x.numel() // x.shape[-1],
@@ -105,7 +117,7 @@ def _call(
         offset=weight is not None and contract.offset != 0.0,
         weight_grad=weight_grad,
     )
-    copied = sum(is_copied(t) for t in (x, dy) if t is not None)
+    copied = sum(is_copied(t, nest=residual is None) for t in (x, residual, dy) if t is not None)
     return RecordedCall(problem, 1, tuple(x.shape), x.stride(), None if dy is None else dy.stride(), copied)
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .. import paths
 from ..model import CASTINGS
 from ..reference import DTYPE_NAMES
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
@@ -41,3 +47,68 @@ def _dtypes() -> str:
 
 def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raise TypeError or ValueError where a tensor called `name` is not of x's dtype, shape and device."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype:
+        raise TypeError(
+            f"{name} must be a tensor of x's dtype, {_kind(x)}, got {_kind(tensor)}; convert one of them first"
+        )
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"{name} must have x's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand or reshape it"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move one of them")
+
+
+def check_out(
+    name: str, out: Tensor, x: Tensor, inputs: Sequence[Tensor | None], instead: str = "call it without out"
+) -> None:
+    """Raise what is documented of a tensor that is written to, `name`, where `inputs` are read."""
+    check_like(name, out, x)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (out, *inputs)):
+        raise RuntimeError(
+            f"a gradient is wanted, and {name} is written to, which autograd cannot follow: call it under "
+            f"torch.no_grad(), or {instead}"
+        )
+
+
+def written(out: Tensor) -> Tensor:
+    """`out` after a kernel has written to it: a backward that has it saved must notice, as it does of torch's own."""
+    if not out.is_inference():  # those are in no backward, and count nothing
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
+    functorch transforms and forward-mode differentiation."""
+    for other in others:  # a generator would cost as much as all the rest
+        if other is not None and type(other) not in PLAIN_TENSORS:
+            return False
+    return (
+        x.is_cuda
+        and x.numel() > 0
+        and type(x) in PLAIN_TENSORS
+        and torch.version.hip is None
+        and not paths.disabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
+    """Why `has_kernels` is false, in words; empty where it is true."""
+    kinds = [type(t).__name__ for t in (x, *others) if t is not None and type(t) not in PLAIN_TENSORS]
+    reasons = (
+        (not x.is_cuda, f"x is on {x.device}"),
+        (x.numel() == 0, "x has no elements"),
+        (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),
+        (torch.version.hip is not None, "this torch is built for ROCm"),
+        (paths.disabled(), "TUNEGEN_DISABLE is set"),
+        (torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func is active"),
+        (forward_ad._current_level >= 0, "forward-mode differentiation is active"),
+    )
+    return next((why for holds, why in reasons if holds), "")

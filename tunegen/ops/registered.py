@@ -108,7 +108,7 @@ def _backward(
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     if op.has_kernels(x, weight):
-        dx, dw = op._backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
+        dx, dw = op.backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
     else:
         dx, dw = op.backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
     return dx, _nothing(x) if dw is None else dw

@@ -8,21 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from .. import dispatch, paths, reference
+from .. import dispatch, reference
 from ..dispatch import Choice, Key
 from ..errors import BuildError, CapturedError, CompileError, RenderError
 from ..launch import Argument
 from ..layouts import in_standard_layout, rows_of
-from ..model import rows_bucket
+from ..model import RMS_NORM, rows_bucket
 from ..policies import INVARIANT, INVARIANT_ROWS
 from . import registered
-from .arguments import check
+from .arguments import check, check_out, written
+from .arguments import has_kernels as has_kernels
+from .arguments import no_kernels_because as no_kernels_because
 from .notes import give_way, note_torch
 
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+ADD_RMS_NORM = "add_rms_norm"
+"""The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
+READ_BY_ROWS = ("x", "residual", "dy", "dsum")
 
 
 def rms_norm(
@@ -32,6 +35,7 @@ def rms_norm(
     *,
     offset: float = 0.0,
     casting: str = "fp32",
+    out: Tensor | None = None,
     policy: str | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
@@ -43,21 +47,24 @@ def rms_norm(
         offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight.
         casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
             the weight, as Hugging Face's Llama and Qwen3 do.
-        policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; without, what is in force there.
-            Backward follows the policy of its forward.
+        out: where the result goes, of x's shape, dtype and device; x itself, or no memory of an input. No gradients.
+        policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; backward follows that of its forward.
 
     Returns:
-        A contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64 inputs are
-        computed in fp64, all others in fp32.
+        `out`, or a contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64
+        inputs are computed in fp64, all others in fp32.
 
     Raises:
-        TypeError: x or weight is no floating-point tensor of these dtypes; eps or offset is no Python number.
-        ValueError: a wrong weight shape, different devices, N = 0, eps or offset out of range, an unknown casting or
+        TypeError: x, weight or out is no tensor of these dtypes; eps or offset is no Python number.
+        ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting or
             policy.
+        RuntimeError: out is given where a gradient is wanted.
 
     The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
     tuning database names, else by the built-in default; everything else by torch operators.
     """
+    if out is not None:
+        return _into(out, x, weight, eps, offset, casting, policy)
     return _call(x, weight, eps, offset, casting, policy)
 
 
@@ -84,6 +91,25 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
     return y
 
 
+def _into(
+    out: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None
+) -> Tensor:
+    """`rms_norm` without a gradient, written to `out`."""
+    if not torch.compiler.is_compiling():
+        check(x, weight, eps, offset, casting)
+        check_out("out", out, x, (x, weight))
+        policy = dispatch.policy_of(policy)
+        if has_kernels(x, weight, out) and writable(out, policy):
+            _forward(x, weight, eps, offset, casting, False, policy, out)
+            return written(out)
+    return out.copy_(_call(x, weight, eps, offset, casting, policy))
+
+
+def writable(out: Tensor, policy: str) -> bool:
+    """Whether kernels may write to `out`; "invariant" has them compiled for aligned tensors only."""
+    return out.is_contiguous() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
+
+
 def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
     """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
     fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
@@ -95,36 +121,6 @@ def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, castin
     return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
-def has_kernels(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
-    functorch transforms and forward-mode differentiation."""
-    return (
-        x.is_cuda
-        and x.numel() > 0
-        and type(x) in PLAIN_TENSORS
-        and (weight is None or type(weight) in PLAIN_TENSORS)
-        and torch.version.hip is None
-        and not paths.disabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
-
-
-def no_kernels_because(x: Tensor, weight: Tensor | None) -> str:
-    """Why `has_kernels` is false, in words; empty where it is true."""
-    kinds = [type(t).__name__ for t in (x, weight) if t is not None and type(t) not in PLAIN_TENSORS]
-    reasons = (
-        (not x.is_cuda, f"x is on {x.device}"),
-        (x.numel() == 0, "x has no elements"),
-        (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),
-        (torch.version.hip is not None, "this torch is built for ROCm"),
-        (paths.disabled(), "TUNEGEN_DISABLE is set"),
-        (torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func is active"),
-        (forward_ad._current_level >= 0, "forward-mode differentiation is active"),
-    )
-    return next((why for holds, why in reasons if holds), "")
-
-
 def key_of(
     direction: str,
     x: Tensor,
@@ -132,6 +128,8 @@ def key_of(
     offset: float,
     casting: str,
     weight_grad: bool,
+    op: str = RMS_NORM,
+    sum_in_fp32: bool = False,
     *,
     policy: str | None = None,
 ) -> Key:
@@ -139,7 +137,7 @@ def key_of(
     hidden = x.shape[-1]
     policy = policy or dispatch.policy_of(None)
     return Key(
-        op="rms_norm",
+        op=op,
         direction=direction,
         hidden=hidden,
         # A choice holds for its whole bucket, whichever row count asks first.
@@ -150,25 +148,31 @@ def key_of(
         offset=weight is not None and offset != 0.0,
         weight_grad=weight_grad,
         device=x.device.index,
+        sum_in_fp32=sum_in_fp32,
         policy=policy,
     )
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool, policy: str
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    save_rstd: bool,
+    policy: str,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and rstd (M) if it is to be saved."""
+    """y, in `out` if there is one, and rstd (M) if it is to be saved."""
     save_rstd = save_rstd or policy == INVARIANT  # one kernel, with a gradient or without
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = (
-        torch.empty(x.numel() // x.shape[-1], dtype=reference.accumulate_dtype(x), device=x.device)
-        if save_rstd
-        else None
-    )
+    rows = x.numel() // x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    rstd = torch.empty(rows, dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x": x, "w": weight, "y": y, "rstd": rstd}
     key = key_of("forward", x, weight, offset, casting, False, policy=policy)
     if not launch(key, tensors, eps, offset, save_rstd):
-        y = by_torch(x, weight, eps, offset, casting)
+        found = by_torch(x, weight, eps, offset, casting)
+        y = found if out is None else out.copy_(found)
         if save_rstd:
             rstd = rstd_by_torch(x, eps)
     return y, rstd
@@ -176,11 +180,10 @@ def _forward(
 
 def rstd_by_torch(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) of each row (M), in the accumulation dtype."""
-    wide = x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x))
-    return torch.rsqrt(wide.square().mean(-1) + eps)
+    return torch.rsqrt(x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x)).square().mean(-1) + eps)
 
 
-def _backward(
+def backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -190,26 +193,36 @@ def _backward(
     casting: str,
     weight_grad: bool,
     policy: str,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and dw if it is wanted."""
+    """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
-    tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw}
-    key = key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
+    tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
+    op = RMS_NORM if dsum is None else ADD_RMS_NORM
+    key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
     if not launch(key, tensors, eps, offset, False):
-        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
     return dx, dw
 
 
 def backward_by_torch(
-    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, weight_grad: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    weight_grad: bool,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The backward formula in torch operators, differentiable in dy, x and the weight."""
+    """The backward formula in torch operators, differentiable in dy, x, the weight and `dsum`, which is added to dx."""
     acc = reference.accumulate_dtype(x)
     hidden = x.shape[-1]
     round_to = x.dtype if casting == "llama" else None
     wide_dy, wide_x = dy.reshape(-1, hidden).to(acc), x.reshape(-1, hidden).to(acc)
     dx, dw = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
+    dx = dx if dsum is None else dx + dsum.reshape(-1, hidden).to(acc)
     return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
@@ -224,9 +237,10 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
     if weight is not None:
         arguments["w_ptr"] = in_standard_layout(weight) if key.policy == INVARIANT else weight.contiguous()
     nested: tuple[str, ...] = ()
-    for name in ("x", "dy"):
+    for name in READ_BY_ROWS:
         if (tensor := tensors.get(name)) is not None:
-            lying = rows_of(in_standard_layout(tensor) if key.policy == INVARIANT else tensor)
+            tensor = in_standard_layout(tensor) if key.policy == INVARIANT else tensor
+            lying = rows_of(tensor, nest=key.op == RMS_NORM)
             arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
             if lying.nested is not None:
                 nested = (*nested, name)
@@ -271,7 +285,7 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            dx, dw = _backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
+            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
         return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None, None
 
 

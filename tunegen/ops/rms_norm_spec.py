@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import reference
-from ..model import DTYPE_BYTES, Config, OpSpec, Problem
-from ..model import Tensor as Shape
+from ..model import DTYPE_BYTES, Config, Problem
 from ..reference import DTYPES, Expected
+from ..spec import OpSpec
+from ..spec import Tensor as Shape
 
 EPS = 1e-6
 RSTD_FLOOR_ULP = 4.0
@@ -122,13 +123,24 @@ def inputs(problem: Problem, device: torch.device, seed: int) -> dict[str, Tenso
     return found
 
 
+SomeRows = Callable[[Problem, dict[str, Tensor], torch.dtype], dict[str, Expected]]
+"""The outputs of some rows, by name, computed in a dtype."""
+
+
 def expected(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
     """Outputs by name, computed in `dtype` and not rounded."""
+    return in_steps(expected_rows, problem, given, dtype)
+
+
+def in_steps(
+    some_rows: SomeRows, problem: Problem, given: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, Expected]:
+    """`some_rows` of all rows, some at a time; dw is a sum over them."""
     step = max(1, CHUNK_ELEMENTS // problem.hidden)
     whole: dict[str, Expected] = {}
     for start in range(0, problem.rows, step):
         rows = {name: t if name == "w" else t[start : start + step] for name, t in given.items()}
-        for name, part in _expected_rows(problem, rows, dtype).items():
+        for name, part in some_rows(problem, rows, dtype).items():
             if name == "dw":
                 whole[name] = _sum(whole[name], part) if start else part
             else:
@@ -156,7 +168,8 @@ def _put(whole: Expected, part: Expected, start: int) -> None:
             target[start : start + len(source)] = source
 
 
-def _expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
+def expected_rows(problem: Problem, given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Expected]:
+    """The outputs of some rows."""
     x = given["x"].to(dtype)
     weight = given.get("w")
     offset = OFFSET if problem.offset else 0.0
@@ -182,10 +195,14 @@ def formula(problem: Problem) -> Callable[[Tensor, Tensor | None], Tensor]:
     return lambda x, w: reference.rms_norm(x, w, EPS, offset=offset, casting=problem.casting)
 
 
+def torch_has(problem: Problem) -> bool:
+    """Whether the contract of `F.rms_norm` is the problem's."""
+    return problem.casting == "fp32" and not problem.offset and problem.weight_dtype in (None, problem.x_dtype)
+
+
 def native(problem: Problem) -> Callable[[Tensor, Tensor | None], Tensor]:
     """`F.rms_norm` where its contract is the problem's, else the plain formula in eager operators."""
-    same = problem.casting == "fp32" and not problem.offset and problem.weight_dtype in (None, problem.x_dtype)
-    if not same:
+    if not torch_has(problem):
         return formula(problem)
     return lambda x, w: F.rms_norm(x, (problem.hidden,), w, EPS)
 
@@ -213,16 +230,27 @@ def _call(
                 return {"y": norm(x, w)}
 
         return forward
+    return backward_call(problem, x, w, lambda x, w: [norm(x, w)], [given["dy"]])
+
+
+def backward_call(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor | None,
+    op: Callable[[Tensor, Tensor | None], list[Tensor]],
+    gradients: list[Tensor],
+) -> Callable[[], dict[str, Tensor]]:
+    """What computes dx and dw by autograd, from the gradients of all that `op` returns."""
     x = x.detach().requires_grad_()
     wanted = {"dx": x}
     if w is not None:
         w = w.detach().requires_grad_(problem.weight_grad)
         if problem.weight_grad:
             wanted["dw"] = w
-    y = norm(x, w)
+    results = op(x, w)
 
     def backward() -> dict[str, Tensor]:
-        grads = torch.autograd.grad(y, list(wanted.values()), given["dy"], retain_graph=True)
+        grads = torch.autograd.grad(results, list(wanted.values()), gradients, retain_graph=True)
         return dict(zip(wanted, grads, strict=True))
 
     return backward

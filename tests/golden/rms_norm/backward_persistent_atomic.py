@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_persistent_atomic.py.jinja: edit the template, not this file.
-# RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
+# PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
 """Backward, persistent with atomic dw: as persistent_partials, but each program adds its share of dw to one row of sums, in any
 order: less workspace, and dw differs from run to run in its last bits."""
 
@@ -46,6 +46,8 @@ def backward_persistent_atomic(
         tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         dw += tl.sum(dy * xhat, axis=0)
 
+    # The next kernel starts now and waits for this one's end: .3 to .7 us a call less (H200, 1 to 16384 rows of 4096).
+    tl.extra.cuda.gdc_launch_dependents()
     tl.atomic_add(dw_sum_ptr + cols, dw, mask=col_mask, sem="relaxed")
 
 
@@ -56,6 +58,7 @@ def cast_dw(
     N: tl.constexpr,
     CAST_COLS: tl.constexpr,
 ):
+    tl.extra.cuda.gdc_wait()  # for the kernel ahead: nothing that it writes may be read before
     cols = tl.program_id(0) * CAST_COLS + tl.arange(0, CAST_COLS)  # [CAST_COLS]
     dw = tl.load(dw_sum_ptr + cols, mask=cols < N, other=0.0)
     tl.store(dw_ptr + cols, dw.to(dw_ptr.dtype.element_ty), mask=cols < N)
@@ -66,7 +69,7 @@ def plan(p):
     return Plan(
         launches=(
             Launch(backward_persistent_atomic, (programs,)),
-            Launch(cast_dw, (triton.cdiv(p.N, 1024),), {"CAST_COLS": 1024}, num_warps=4),
+            Launch(cast_dw, (triton.cdiv(p.N, 1024),), {"CAST_COLS": 1024}, num_warps=4, pdl=True),
         ),
         scratch={"dw_sum": Scratch((p.N,), "fp32", zero=True)},
     )

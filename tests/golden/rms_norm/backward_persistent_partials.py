@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_persistent_partials.py.jinja: edit the template, not this file.
-# RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
+# PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
 """Backward, two-pass dw: a fixed number of programs walk over tiles of rows, each keeps its share of dw in registers and writes
 it once as a partial row; a second kernel adds the partial rows. Deterministic for a given number of programs."""
 
@@ -46,6 +46,8 @@ def backward_persistent_partials(
         tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         dw += tl.sum(dy * xhat, axis=0)
 
+    # The next kernel starts now and waits for this one's end: .3 to .7 us a call less (H200, 1 to 16384 rows of 4096).
+    tl.extra.cuda.gdc_launch_dependents()
     tl.store(dw_partial_ptr + tl.cast(tl.program_id(0), tl.int64) * N + cols, dw, mask=col_mask)
 
 
@@ -58,6 +60,7 @@ def sum_partials(
     COLS: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
 ):
+    tl.extra.cuda.gdc_wait()  # for the kernel ahead: nothing that it writes may be read before
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)  # [COLS]
     total = tl.zeros([PARTIAL_ROWS, COLS], tl.float32)
     for start in range(0, partials, PARTIAL_ROWS):
@@ -74,7 +77,14 @@ def plan(p):
     return Plan(
         launches=(
             Launch(backward_persistent_partials, (programs,)),
-            Launch(sum_partials, (triton.cdiv(p.N, p.COLS),), {"partials": programs, "PARTIAL_ROWS": 32}, num_warps=4),
+            # 16 columns a program and 128 rows at a time: 1 us less than 32 and 32 at 131072x128, .3 at 8192x5120 (H200).
+            Launch(
+                sum_partials,
+                (triton.cdiv(p.N, 16),),
+                {"partials": programs, "PARTIAL_ROWS": 128, "COLS": 16},
+                num_warps=4,
+                pdl=True,
+            ),
         ),
         scratch={"dw_partial": Scratch((programs, p.N), "fp32")},
     )

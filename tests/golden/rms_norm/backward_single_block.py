@@ -9,6 +9,7 @@ import triton.language as tl
 from tunegen.model import Launch, Plan, Scratch
 
 
+
 @triton.jit(do_not_specialize=["M"])
 def backward_single_block(
     x_ptr,  # [M, N]

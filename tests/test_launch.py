@@ -1,0 +1,135 @@
+"""A variant bound to its tensors: what is done once, what in each call, and that it is the same call."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_cases import SPEC, moderate, variants
+from test_kernels_interpreted import CPU, SILICON, SMS
+
+from tunegen import launch
+from tunegen.errors import CompileError
+from tunegen.model import Problem
+from tunegen.reference import DTYPES
+
+FORWARD = Problem("rms_norm", "forward", 256, 6, "fp32", "fp32")
+BACKWARD = Problem("rms_norm", "backward", 256, 6, "fp32", "fp32", weight_grad=True)
+SPLIT = Problem("rms_norm", "forward", 4096, 2, "fp32", "fp32")
+STREAM = 7
+
+
+def bound_variant(problem, template):
+    (config, *_) = moderate(problem, template, SILICON)
+    return next(variants(problem, config, CPU, SMS))
+
+
+def arguments_of(problem, seed=0):
+    """Inputs and empty outputs, by the names of the kernels' parameters."""
+    tensors = SPEC.inputs(problem, CPU, seed)
+    for name, shape in SPEC.tensors(problem).items():
+        if shape.role == "output":
+            tensors[name] = torch.full(shape.shape, torch.nan, dtype=DTYPES[shape.dtype])
+    return {**{f"{name}_ptr": tensor for name, tensor in tensors.items()}, **SPEC.scalars(problem)}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("problem", "template"),
+    [
+        (FORWARD, "forward_single_block"),
+        (SPLIT, "forward_split_row_atomic"),
+        (BACKWARD, "backward_persistent_partials"),
+    ],
+    ids=["forward", "zeroed workspace", "two kernels"],
+)
+def test_bound_call_gives_the_same_bits_each_time(problem, template):
+    """Also where a workspace must be zero each time: it is filled anew."""
+    variant, given, outputs = bound_variant(problem, template), arguments_of(problem), ("y_ptr", "dx_ptr", "dw_ptr")
+    variant(problem.rows, given)
+    want = {name: given[name].clone() for name in outputs if name in given}
+    call = variant.bind(problem.rows, given)
+    for _ in range(2):
+        for name in want:
+            given[name].fill_(torch.nan)
+        call()
+        assert all(torch.equal(given[name], tensor) for name, tensor in want.items())
+
+
+class Compiled:
+    """In place of Triton's compiled kernel: notes its launches."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.launches, self.described = [], []
+
+    def launch_metadata(self, grid, stream, *arguments):
+        self.described.append(grid)
+        return "described"
+
+    def run(self, *given):
+        self.launches.append(given)
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Kernels are launched directly, on a GPU that is not there; what is compiled is noted."""
+    found = SimpleNamespace(kernel=Compiled(), compiled=[], asked=0)
+    active = SimpleNamespace(get_current_target=lambda: None, get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr(importlib.import_module("triton.runtime.driver"), "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "launches_directly", lambda: True)
+    monkeypatch.setattr(launch, "load_binary", lambda compiled: None)
+    monkeypatch.setattr(
+        launch, "compile_launch", lambda one, config, classes, target: found.compiled.append(classes) or found.kernel
+    )
+    return found
+
+
+@pytest.mark.compiler
+def test_all_but_the_launch_is_done_when_it_is_bound(direct, monkeypatch):
+    variant, given = bound_variant(FORWARD, "forward_single_block"), arguments_of(FORWARD)
+    call = variant.bind(FORWARD.rows, given)
+    assert (len(direct.compiled), direct.kernel.launches) == (1, [])
+    for what in ("plan", "_classify", "_ready", "allocate"):
+        monkeypatch.setattr(launch.Variant, what, None)
+    call(), call()
+    first, second = direct.kernel.launches
+    assert first == second
+    grid, (stream, function, metadata, described) = first[:3], first[3:7]
+    assert grid == direct.kernel.described[0]
+    assert (stream, function, metadata, described) == (STREAM, "function", "metadata", "described")
+    assert any(argument is given["x_ptr"] for argument in first[9:])
+
+
+@pytest.mark.compiler
+def test_hooks_of_triton_that_are_set_later_are_called(direct, monkeypatch):
+    from triton import knobs
+
+    call = bound_variant(FORWARD, "forward_single_block").bind(FORWARD.rows, arguments_of(FORWARD))
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", "enter")
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", "leave")
+    call()
+    assert direct.kernel.launches[0][7:9] == ("enter", "leave")
+
+
+@pytest.mark.compiler
+def test_what_is_compiled_assumes_what_is_true_of_the_tensors_at_hand(direct):
+    """A tensor at an odd address gets another kernel, also from the same variant."""
+    variant, given = bound_variant(FORWARD, "forward_single_block"), arguments_of(FORWARD)
+    variant.bind(FORWARD.rows, given)
+    variant.bind(FORWARD.rows, arguments_of(FORWARD, 1))
+    assert len(direct.compiled) == 1
+    odd = torch.empty(FORWARD.rows * FORWARD.hidden + 1)[1:].view(FORWARD.rows, FORWARD.hidden)
+    variant.bind(FORWARD.rows, {**given, "x_ptr": odd})
+    assert [classes["x_ptr"].divisible for classes in direct.compiled] == [True, False]
+
+
+@pytest.mark.compiler
+def test_what_nobody_gives_is_an_error_when_it_is_bound(direct):
+    given = arguments_of(FORWARD)
+    del given["y_ptr"]
+    with pytest.raises(CompileError, match="nothing gives its parameter 'y_ptr'"):
+        bound_variant(FORWARD, "forward_single_block").bind(FORWARD.rows, given)

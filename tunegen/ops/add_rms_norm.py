@@ -1,0 +1,221 @@
+"""`add_rms_norm` as users call it: the residual add fused with the norm behind it. Checks, the choice of a kernel and
+backward are rms_norm's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, reference
+from ..policies import INVARIANT
+from . import registered
+from . import rms_norm as norm
+from .arguments import check, check_like, check_out, written
+from .notes import note_torch
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Contract(NamedTuple):
+    """What is computed, beside the tensors."""
+
+    eps: float
+    offset: float
+    casting: str
+    sum_in_fp32: bool
+    policy: str | None
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    sum_in_fp32: bool = False,
+    out: Pair | None = None,
+    policy: str | None = None,
+) -> Pair:
+    """The residual add and the norm behind it in one pass: sum = x + residual, y = rms_norm(sum, weight, eps).
+
+    Args:
+        x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64.
+        residual: of x's shape, dtype and device, any strides.
+        weight, eps, offset, casting, policy: as in `tunegen.rms_norm`.
+        sum_in_fp32: True lets the norm read x + residual in fp32, as flash-attn and quack do; by default it reads the
+            sum that is returned, rounded to x's dtype, as Hugging Face's layers do.
+        out: where y and the sum go, like x. They may be x and residual, else no memory of an input. No gradients.
+
+    Returns:
+        (y, sum), `out` or contiguous tensors of x's shape and dtype. x and residual have one gradient, one tensor. It
+        is that of the sum as it is returned; with `sum_in_fp32`, that takes the rounding for the identity.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `tunegen.rms_norm`, and for a residual that is not like x.
+
+    The norm is that of Zhang and Sennrich 2019, arXiv:1910.07467; the fusion is known from flash-attn and vLLM.
+    """
+    contract = Contract(eps, offset, casting, sum_in_fp32, policy)
+    if out is not None:
+        return _into(out, x, residual, weight, contract)
+    return _call(x, residual, weight, contract)
+
+
+def add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting: str = "fp32",
+    sum_in_fp32: bool = False,
+    policy: str | None = None,
+) -> Pair:
+    """`add_rms_norm` in place, for inference: y is written over x and the sum over residual; returns them both.
+
+    Args, arithmetic and errors are those of `add_rms_norm`.
+
+    Raises:
+        RuntimeError: a gradient is wanted; call it under torch.no_grad(), or `add_rms_norm`.
+        ValueError: x and residual begin at the same memory: one result would be written over the other.
+    """
+    contract = Contract(eps, offset, casting, sum_in_fp32, policy)
+    return _into((x, residual), x, residual, weight, contract, ("x", "residual"), "use add_rms_norm")
+
+
+def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> None:
+    check(x, weight, contract.eps, contract.offset, contract.casting)
+    check_like("residual", residual, x)
+    if not isinstance(contract.sum_in_fp32, bool):
+        raise TypeError(f"sum_in_fp32 must be True or False, got {type(contract.sum_in_fp32).__name__}")
+
+
+def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
+    if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+        policy = dispatch.policy_of(contract.policy, traced=True)
+        if policy == INVARIANT and not contract.sum_in_fp32:  # an addition depends on nothing else, a traced norm may
+            total = (x + residual).contiguous()
+            return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
+        return by_torch(x, residual, weight, contract)
+    _check(x, residual, weight, contract)
+    policy = dispatch.policy_of(contract.policy)
+    contract = contract._replace(policy=policy)
+    if not norm.has_kernels(x, weight, residual):
+        if policy == INVARIANT and x.numel():
+            note_torch(policy, norm.no_kernels_because(x, weight, residual))
+        return by_torch(x, residual, weight, contract)
+    weight_grad = weight is not None and weight.requires_grad
+    if not (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_grad)):
+        return _forward(x, residual, weight, contract, save_rstd=False)[0]
+    of_call = x, weight, contract.offset, contract.casting, weight_grad, norm.ADD_RMS_NORM
+    choice = dispatch.choose(norm.key_of("backward", *of_call, policy=policy))
+    if choice.config is None:
+        note_torch(policy, choice.rung)
+        return by_torch(x, residual, weight, contract)
+    y, total = _AddRMSNorm.apply(x, residual, weight, contract, choice.saves_rstd)
+    return y, total
+
+
+def _into(
+    out: Pair,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    contract: Contract,
+    names: tuple[str, str] = ("out[0]", "out[1]"),
+    instead: str = "call it without out",
+) -> Pair:
+    """Without a gradient, written to `out`, whose tensors are called `names`; `instead` does not write there."""
+    if not torch.compiler.is_compiling():
+        _check(x, residual, weight, contract)
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise TypeError(f"out must be a pair of tensors, for y and the sum, got {type(out).__name__}")
+        for name, tensor in zip(names, out, strict=True):
+            check_out(name, tensor, x, (x, residual, weight), instead)
+        if out[0].numel() and out[0].data_ptr() == out[1].data_ptr():
+            raise ValueError(f"{names[0]} and {names[1]} are the same memory, where two results go; clone one of them")
+        policy = dispatch.policy_of(contract.policy)
+        contract = contract._replace(policy=policy)
+        if norm.has_kernels(x, weight, residual, *out) and all(norm.writable(t, policy) for t in out):
+            _forward(x, residual, weight, contract, save_rstd=False, out=out)
+            return written(out[0]), written(out[1])
+    y, total = _call(x, residual, weight, contract)
+    return out[0].copy_(y), out[1].copy_(total)
+
+
+def by_torch(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
+    """An addition and rms_norm in torch operators."""
+    eps, offset, casting, sum_in_fp32, _ = contract
+    if sum_in_fp32:
+        y, total = reference.add_rms_norm(
+            x, residual, weight, eps, offset=offset, casting=casting, sum_in_fp32=sum_in_fp32
+        )
+        return y.contiguous(), total.contiguous()
+    total = x + residual
+    return norm.by_torch(total, weight, eps, offset, casting), total.contiguous()
+
+
+def reads_another_sum(x: Tensor, sum_in_fp32: bool) -> bool:
+    """Whether the norm reads another sum than the one that is returned: only 16-bit x rounds it."""
+    return sum_in_fp32 and x.element_size() == 2
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    contract: Contract,
+    save_rstd: bool,
+    out: Pair | None = None,
+) -> tuple[Pair, Tensor | None]:
+    """y and the sum, in `out` if there is one, and rstd (M) if it is to be saved."""
+    eps, offset, casting, sum_in_fp32, policy = contract
+    save_rstd = save_rstd or policy == INVARIANT  # one kernel, with a gradient or without
+    y, total = out or [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)]
+    rows = x.numel() // x.shape[-1]
+    rstd = torch.empty(rows, dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
+    tensors = {"x": x, "residual": residual, "w": weight, "y": y, "sum": total, "rstd": rstd}
+    apart = reads_another_sum(x, sum_in_fp32)
+    key = norm.key_of("forward", x, weight, offset, casting, False, norm.ADD_RMS_NORM, apart, policy=policy)
+    if not norm.launch(key, tensors, eps, offset, save_rstd):
+        found = by_torch(x, residual, weight, contract)
+        y, total = found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
+        rstd = norm.rstd_by_torch(total, eps) if save_rstd else None
+    return (y, total), rstd
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, save_rstd: bool
+    ) -> Pair:
+        (y, total), rstd = _forward(x, residual, weight, contract, save_rstd)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.contract = contract
+        # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
+        ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
+            ctx.mark_non_differentiable(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, rstd = ctx.saved_tensors
+        eps, offset, casting, _, policy = ctx.contract
+        weight_grad = ctx.needs_input_grad[2]
+        dx: Tensor | None
+        if dy is None:
+            dx, dw = dsum, None
+        elif torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
+            dx, dw = norm.backward_by_torch(dy, total, weight, eps, offset, casting, weight_grad, dsum)
+        else:
+            if dsum is None and rstd is None:  # rms_norm's kernels may want what those of this op recompute
+                rstd = norm.rstd_by_torch(total, eps)
+            dx, dw = norm.backward(dy, total, weight, rstd, eps, offset, casting, weight_grad, policy, dsum)
+        of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
+        return of_x, of_residual, dw, None, None
