@@ -205,6 +205,7 @@ def test_h13_functional_transforms(functional_place):
         assert error(got, want) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:")
 def test_h13_gradients_of_each_sample_and_forward_mode(functional_place):
     """vmap of grad, and jvp: torch operators answer inside transforms."""
     place = functional_place
