@@ -45,12 +45,12 @@ def path(monkeypatch):
 
 
 def trials(rows=ROWS):
-    """For both directions every config of one family, so that the answer is no built-in default."""
+    """For both directions some configs of one family, so that the answer is no built-in default."""
     for direction, family in (("forward", "single_block"), ("backward", "persistent_partials")):
         problem = Problem("rms_norm", direction, HIDDEN, rows, "fp32", "fp32", weight_grad=direction == "backward")
         default = SPACE.default(problem, SMALL_GPU)
         others = [c for c in SPACE.candidates(problem, SMALL_GPU, family) if c != default]
-        for us, config in enumerate(others[:40], 10):
+        for us, config in enumerate(others[:4], 10):
             measurement = Measurement(float(us), us / 10.0, 10.0, (float(us),), (10.0,))
             digest = dispatch.digest_today(problem, config)
             yield Trial(problem, config, TrialState.OK, digest=digest, measurement=measurement)
