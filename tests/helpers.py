@@ -68,7 +68,7 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     key, choice = OP_MODULE.key_of, dispatch.Choice
     cpu = torch.device("cpu")
     monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, *others: x.numel() > 0)
-    monkeypatch.setattr(OP_MODULE, "key_of", lambda *arguments: key(*arguments)._replace(device=0))
+    monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key(*args, **named)._replace(device=0))
     monkeypatch.setattr(dispatch, "Choice", lambda p, config, why, device, stored: choice(p, config, why, cpu, stored))
     monkeypatch.setattr(dispatch, "silicon_of", lambda index: SMALL_GPU)
     dispatch.forget()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
+
 from fake_gpu import H200
 
 from tunegen.dispatch import triton_minor
@@ -9,10 +12,23 @@ from tunegen.model import PROTOCOL
 from tunegen.store import Store
 
 
-def keep(path, *trials, torch=""):
-    """Store trials in a database, as a finished sweep of the H200 with that torch leaves them."""
+def keep(path, *trials, silicon=H200, triton=None, torch=""):
+    """Store trials in a database, as a finished sweep of that GPU with that torch leaves them."""
     with Store.open(path) as file:
-        sweep = file.begin_sweep(H200, {}, {}, 0)
+        sweep = file.begin_sweep(silicon, {}, {}, 0)
         for trial in trials:
-            file.add_all(sweep, [trial], PROTOCOL, triton_minor(), torch)
+            file.add_all(sweep, [trial], PROTOCOL, triton or triton_minor(), torch)
         file.finish_sweep(sweep)
+
+
+@contextmanager
+def nobody():
+    """Root may write anywhere: give its rights up for a while."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)

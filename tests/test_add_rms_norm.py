@@ -11,6 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from tunegen import add_rms_norm, add_rms_norm_, dispatch, rms_norm
+from tunegen.ops import arguments
 
 place = places("cpu", "interpreter", "cuda")
 
@@ -172,7 +173,7 @@ def test_each_gradient_is_as_wanted_and_what_is_not_used_counts_for_nothing(plac
 
 def test_where_the_sum_is_not_used_backward_is_that_of_rms_norm(monkeypatch):
     """The last norm of a model: nothing reads its sum, and no zeros are made to be added."""
-    context = SimpleNamespace(contract=(EPS, 0.0, "fp32", False), needs_input_grad=(True, True, True))
+    context = SimpleNamespace(contract=(EPS, 0.0, "fp32", False, "fastest"), needs_input_grad=(True, True, True))
     x, residual, w, dy, _ = case()
     context.saved_tensors = (x + residual, w, None)
     asked = []
@@ -351,7 +352,31 @@ def test_what_answers_is_named(place):
 
 def test_a_residual_that_is_no_plain_tensor_gets_no_kernel(monkeypatch):
     """DTensor and the like: torch answers."""
-    monkeypatch.setattr(OP_MODULE, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
     on_a_gpu = SimpleNamespace(is_cuda=True, numel=lambda: 16)
     assert OP_MODULE.has_kernels(on_a_gpu, None, on_a_gpu)
     assert not OP_MODULE.has_kernels(on_a_gpu, None, torch.ones(16))
+
+
+@pytest.mark.parametrize("policy", ["deterministic", "invariant"])
+def test_policies(place, policy):
+    """Invariant: a row alone, at an odd address, and in place has the bits that it has among others."""
+    x, residual, dy = (draw(9, 160, seed=seed, place=place) for seed in (0, 1, 2))
+    w = weight_of(160, place=place)
+
+    def bits(x, residual, dy):
+        leaves = [t.detach().requires_grad_() for t in (x, residual)]
+        y, total = add_rms_norm(*leaves, w, policy=policy)
+        return [y.detach(), total.detach(), *torch.autograd.grad((y, total), leaves, (dy, dy))]
+
+    whole = bits(x, residual, dy)
+    assert all(map(same_bits, whole, bits(x, residual, dy)))
+    if policy == "deterministic" or place.name == "cpu":
+        return
+    odd = [torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)[3:8] for t in (x, residual, dy)]
+    alone = [t[3:4] for t in (x, residual, dy)]
+    for rows, given in ((slice(3, 8), odd), (slice(3, 4), alone)):
+        for got, want in zip(bits(*given), whole, strict=True):
+            assert same_bits(got, want[rows])
+        found = add_rms_norm_(given[0].clone(), given[1].clone(), w, policy=policy)
+        assert all(same_bits(got, want[rows]) for got, want in zip(found, whole, strict=False))

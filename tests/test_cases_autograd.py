@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_right, draw, error, exact, formula, places, run, same_bits, weight_of
+from helpers import OP_MODULE, assert_right, draw, error, exact, formula, places, run, same_bits, weight_of
+from torch.utils.checkpoint import checkpoint
 
 from tunegen import rms_norm
 
@@ -202,6 +203,91 @@ def test_h13_functional_transforms(functional_place):
 
     for got, want in zip(curvature(rms_norm, x, w), curvature(formula, x.double(), w.double()), strict=True):
         assert error(got, want) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:")
+def test_h13_gradients_of_each_sample_and_forward_mode(functional_place):
+    """vmap of grad, and jvp: torch operators answer inside transforms."""
+    place = functional_place
+    x, dy = (draw(4, 8, dtype=torch.float64, seed=seed, place=place) for seed in (0, 2))
+    w = weight_of(8, torch.float64, place)
+    each = torch.func.vmap(torch.func.grad(lambda w, x, dy: (rms_norm(x, w) * dy).sum()), in_dims=(None, 0, 0))
+    for got, row, row_dy in zip(each(w, x, dy), x, dy, strict=True):
+        assert error(got, exact(row, w, row_dy).dw) < 1e-12
+    _, along = torch.func.jvp(lambda x: rms_norm(x, w), (x,), (dy,))
+    assert error((along * dy).sum(), (exact(x, w, dy).dx * dy).sum()) < 1e-12  # the Jacobian's quadratic form
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_changes_neither_dtypes_nor_bits(place, dtype, weight_dtype):
+    """torch's own rms_norm copies x to fp32 under autocast, and returns that."""
+    x, dy = (draw(6, 128, dtype=dtype, seed=seed, place=place) for seed in (0, 2))
+    w = None if weight_dtype is None else weight_of(128, weight_dtype, place)
+    plain = run(x, w, dy)
+    with torch.autocast(place.device.type, torch.bfloat16):
+        inside = run(x, w, dy)
+        leaf = x.detach().requires_grad_()
+        y = rms_norm(leaf, w)
+    y.backward(dy)
+    for got in (inside.y, y.detach()):
+        assert same_bits(got, plain.y)
+    for got in (inside.dx, leaf.grad):
+        assert same_bits(got, plain.dx)
+    assert w is None or same_bits(inside.dw, plain.dw)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("casting", ["fp32", "llama"])
+def test_autocast_leaves_torchs_own_op_alone_too(casting, monkeypatch):
+    monkeypatch.setenv("TUNEGEN_DISABLE", "1")
+    x, dy = (draw(6, 128, dtype=torch.bfloat16, seed=seed).cuda() for seed in (0, 2))
+    w = weight_of(128, torch.bfloat16).cuda()
+    plain = run(x, w, dy, casting=casting)
+    with torch.autocast("cuda", torch.bfloat16):
+        inside = run(x, w, dy, casting=casting)
+    assert all(map(same_bits, inside, plain))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("weight", [True, False], ids=["weight", "no weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_h11_no_gradient_shares_storage(place, create_graph, weight, dtype):
+    """Nor with dy, expanded or not: an optimiser or a hook may write into any of them."""
+    for dy in (draw(1, 1, dtype=dtype, place=place).expand(6, 16), draw(6, 16, dtype=dtype, place=place)):
+        x = draw(6, 16, dtype=dtype, seed=1, place=place).requires_grad_()
+        w = weight_of(16, dtype, place).requires_grad_() if weight else None
+        leaves = [t for t in (x, w) if t is not None]
+        y = rms_norm(x, w)
+        found = torch.autograd.grad(y, leaves, dy, create_graph=create_graph)
+        tensors = [*leaves, y, dy, *found]
+        assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+
+
+kernel_place = places("interpreter", "cuda")
+
+
+@pytest.mark.parametrize(("x_grad", "weight_grad"), [(True, True), (True, False), (False, True)])
+def test_h12_kernels_are_given_room_for_what_is_wanted_only(kernel_place, x_grad, weight_grad, monkeypatch):
+    """No dw where the weight is frozen, not even a buffer. A dx is made in any case: every kernel of dw makes it."""
+    place, given = kernel_place, []
+    launch = OP_MODULE.launch
+    monkeypatch.setattr(OP_MODULE, "launch", lambda key, tensors, *a: given.append(tensors) or launch(key, tensors, *a))
+    x, w = draw(6, 128, place=place).requires_grad_(x_grad), weight_of(128, place=place).requires_grad_(weight_grad)
+    rms_norm(x, w).backward(draw(6, 128, seed=2, place=place))
+    _, backward = given
+    assert (backward["dw"] is not None) == weight_grad
+    assert (x.grad is not None, w.grad is not None) == (x_grad, weight_grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_have_the_same_bits(place, reentrant):
+    x, w, dy = draw(6, 128, place=place), weight_of(128, place=place), draw(6, 128, seed=2, place=place)
+
+    def checkpointed(x, w, eps):
+        return checkpoint(rms_norm, x, w, eps, use_reentrant=reentrant)
+
+    assert all(map(same_bits, run(x, w, dy, norm=checkpointed), run(x, w, dy)))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 from stored import keep
 
-from tunegen import dispatch, render
+from tunegen import dispatch, render, rms_norm
 from tunegen.errors import CompileError, RenderError
 from tunegen.model import Config, Measurement, Problem, Trial, TrialState
-from tunegen.ops.rms_norm import launch
+from tunegen.ops.rms_norm import key_of, launch
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
 
@@ -143,3 +144,30 @@ def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monk
     assert launched == [FIRST, SECOND, SECOND]
     (record,) = [r for r in caplog.records if "does not run here" in r.getMessage()]
     assert "OutOfResources: shared memory" in record.getMessage()
+
+
+# Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is
+# given, out a place that every kernel may write to.
+CHANGES = {
+    "x": [torch.empty(4, 64).half(), torch.empty(4, 65).bfloat16(), torch.empty(5, 64).bfloat16()],
+    "weight": [None, torch.empty(64), torch.empty(64).half()],
+    "eps": [],
+    "offset": [1.0],
+    "casting": ["llama"],
+    "policy": ["deterministic", "invariant"],
+    "out": [],
+}
+
+
+def test_h23_every_argument_that_changes_the_answer_is_in_the_key():
+    assert set(CHANGES) == set(inspect.signature(rms_norm).parameters), "a new argument: does it change what answers?"
+    bf16 = torch.bfloat16
+    usual = {"x": torch.empty(4, 64, dtype=bf16), "weight": torch.empty(64, dtype=bf16), "offset": 0.0}
+    usual |= {"casting": "fp32", "policy": "fastest", "weight_grad": False}
+    calls = [usual, usual | {"weight_grad": True}]
+    calls += [usual | {name: value} for name, values in CHANGES.items() for value in values]
+    keys = [key_of(direction, **call) for call in calls for direction in ("forward", "backward")]
+    assert len({*keys}) == len(keys) == 24
+    assert len({key.problem() for key in keys}) == len(keys), "nor does the database mix them up"
+    assert keys[0] != keys[0]._replace(device=1)
+    assert key_of("forward", **usual | {"x": torch.empty(3, 64, dtype=bf16)}) == keys[0], "one bucket"

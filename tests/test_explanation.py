@@ -17,6 +17,7 @@ import tunegen
 from tunegen import cli, dispatch, explanation
 from tunegen.explanation import explain_problem
 from tunegen.model import Config
+from tunegen.ops import arguments
 
 
 def valid(rows):
@@ -93,7 +94,7 @@ def on_a_gpu(monkeypatch):
     """Tensors of the CPU pass for those of cuda:0."""
     monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, *others: True)
     key_of = OP_MODULE.key_of
-    monkeypatch.setattr(OP_MODULE, "key_of", lambda *args: key_of(*args)._replace(device=0))
+    monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key_of(*args, **named)._replace(device=0))
 
 
 def test_call_is_explained_in_the_directions_it_needs(db, monkeypatch):
@@ -227,7 +228,7 @@ def test_calls_without_kernels_say_why(x, words):
 def test_reasons_agree_with_the_hot_check(monkeypatch):
     """Each reason holds where `has_kernels` is false for it alone."""
     x = SimpleNamespace(is_cuda=True, numel=lambda: 4, device="cuda:0")
-    monkeypatch.setattr(OP_MODULE, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
     assert (OP_MODULE.has_kernels(x, None), OP_MODULE.no_kernels_because(x, None)) == (True, "")
     empty = SimpleNamespace(is_cuda=True, numel=lambda: 0, device="cuda:0")
     for tensor, weight, words in ((empty, None, "no elements"), (x, torch.ones(4), "Tensor is no plain tensor")):

@@ -14,13 +14,14 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors paths spending model spec",
+    "records": "errors paths spending policies model spec",
     "inputs": (
         "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
     "making": "render migrations records liveness store sampler",
     "running": (
-        "compile launch lookup dispatch ops.arguments ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation"
+        "compile launch lookup dispatch ops.arguments ops.notes ops.registered ops.rms_norm ops.add_rms_norm "
+        "ops.rms_norm_module explanation warming"
     ),
     "judging": "ulps fused verify sensors ties bench estimate",
     "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
@@ -44,8 +45,8 @@ STARTED = {("worker", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
-    "layouts reference ops.rms_norm_spec ops.add_rms_norm_spec launch dispatch ops.arguments ops.rms_norm "
-    "ops.add_rms_norm ops.rms_norm_module explanation ulps fused verify sensors bench "
+    "layouts reference ops.rms_norm_spec ops.add_rms_norm_spec launch dispatch ops.arguments ops.registered "
+    "ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation warming ulps fused verify sensors bench "
     "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
     "integrations.hub_kernels integrations.forwards integrations.fusion integrations.patching "
     "integrations.recording gates.checks "

@@ -21,8 +21,8 @@ def run(block, **names):
     return names
 
 
-def test_there_are_two_blocks():
-    assert len(BLOCKS) == 2
+def test_there_are_four_blocks():
+    assert len(BLOCKS) == 4
 
 
 def test_use_of_the_op():
@@ -31,12 +31,19 @@ def test_use_of_the_op():
     assert names["weight"].grad.dtype == torch.bfloat16
 
 
+def test_policies_and_warmup(capsys):
+    names = run(BLOCKS[1])
+    assert names["y"].shape == (7, 4096)
+    run(BLOCKS[2], tunegen=tunegen)
+    assert capsys.readouterr().out.count("4096 bf16") == 4
+
+
 def test_use_in_a_model(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     model = tiny("qwen3").eval()
     try:
-        run(BLOCKS[1], model=model, batch=batch())
+        run(BLOCKS[3], model=model, batch=batch())
         assert tunegen.unpatch(model) == 0
         assert tunegen.unpatch("qwen3") == 0
     finally:

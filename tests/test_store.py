@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from sqlite_utils import Database, Migrations
+from stored import nobody
 
 from tunegen import migrations
 from tunegen.errors import StoreError
@@ -719,19 +719,6 @@ def test_folders_are_refused(tmp_path):
         Store.open(tmp_path / "file" / "tune.db")
     with pytest.raises(StoreError, match=r"cannot make.*TUNEGEN_DB"):
         Store.open(Path("/proc/nowhere/tune.db"))
-
-
-@contextmanager
-def nobody():
-    """Root may write anywhere: give its rights up for a while."""
-    if os.getuid() != 0:
-        yield
-        return
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
 
 
 @pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o444, 0o777), (0o666, 0o555), (None, 0o555)])

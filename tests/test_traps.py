@@ -118,7 +118,7 @@ def test_trap_wrong_count_of_gradients(place):
 class SavedContext:
     """What autograd hands to backward."""
 
-    contract = (1e-6, 0.0, "fp32")
+    contract = (1e-6, 0.0, "fp32", "fastest")
     needs_input_grad = (True, True)
 
     def __init__(self, x, w):

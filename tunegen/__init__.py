@@ -13,8 +13,21 @@ if TYPE_CHECKING:
     from .ops.add_rms_norm import add_rms_norm, add_rms_norm_
     from .ops.rms_norm import rms_norm
     from .ops.rms_norm_module import RMSNorm
+    from .policies import policy
+    from .warming import warmup
 
-__all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_", "explain", "patch", "record", "rms_norm", "unpatch"]
+__all__ = [
+    "RMSNorm",
+    "add_rms_norm",
+    "add_rms_norm_",
+    "explain",
+    "patch",
+    "policy",
+    "record",
+    "rms_norm",
+    "unpatch",
+    "warmup",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -25,6 +38,8 @@ _HOMES = {
     "explain": ".explanation",
     "patch": ".integrations.patching",
     "unpatch": ".integrations.patching",
+    "policy": ".policies",
+    "warmup": ".warming",
     "record": ".integrations.recording",
 }
 

@@ -21,9 +21,11 @@ from .cli_options import (
     op_option,
     parameters_of,
     path_of,
+    policy_option,
     problem_of,
     problem_options,
     recorded,
+    rows_to_sweep,
     size,
     sum_option,
     weight_option,
@@ -83,6 +85,7 @@ def main() -> None:
 @op_option
 @sum_option
 @frozen_option
+@policy_option
 @click.option(
     "--budget",
     type=click.IntRange(min=1),
@@ -118,7 +121,8 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
             "give the widths to tune with --hidden, such as --hidden 4096, or a recording with --from"
         )
     keys = ("direction", "dtype", "casting", "hidden", "rows")
-    combined = product(*(options[key] or DEFAULT_ROWS for key in keys))
+    options["rows"] = rows_to_sweep(options["rows"], options["policy"], DEFAULT_ROWS)
+    combined = product(*(options[key] for key in keys))
     problems = [problem_of(options | dict(zip(keys, values, strict=True))) for values in combined]
     run_sweep(list(dict.fromkeys(problems)), console_for(options["as_json"]), options)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from . import paths
 from .model import CASTINGS, DTYPE_BYTES, RMS_NORM, Problem, Value
 from .ops import OPS
+from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES
 from .recorded import load_recording
 
 LARGEST = 2**31 - 1
@@ -58,6 +59,13 @@ op_option = click.option(
 sum_option = click.option(
     "--sum-in-fp32", is_flag=True, help="Forward add_rms_norm whose norm reads the sum before it is rounded."
 )
+policy_option = click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default=FASTEST,
+    show_default=True,
+    help="What results must be beside right.",
+)
 frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
 
 
@@ -75,6 +83,7 @@ def problem_options(rows: int | None) -> Callable[[Any], Any]:
         offset_option,
         sum_option,
         frozen_option,
+        policy_option,
     )
 
     def decorate(command: Any) -> Any:
@@ -91,7 +100,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON i
 
 DESCRIBES_PROBLEMS = (
     *("op", "hidden", "rows", "dtype", "weight_dtype", "direction", "casting", "offset", "sum_in_fp32"),
-    "frozen_weight",
+    *("frozen_weight", "policy"),
 )
 
 
@@ -125,7 +134,19 @@ def problem_of(options: dict[str, Any]) -> Problem:
         offset=options["offset"],
         weight_grad=options["direction"] == "backward" and weight is not None and not options["frozen_weight"],
         sum_in_fp32=options["sum_in_fp32"] and forward_16_bit,  # elsewhere it makes no difference
+        policy=options["policy"],
     )
+
+
+def rows_to_sweep(rows: Sequence[int], policy: str, default: Sequence[int]) -> Sequence[int]:
+    """The row counts of `--rows`; "invariant" is tuned at one. Raises click.UsageError where another is given."""
+    if policy != INVARIANT:
+        return rows or default
+    if {*rows} - {INVARIANT_ROWS}:
+        raise click.UsageError(
+            f"--policy {INVARIANT} has one kernel for all row counts, tuned at {INVARIANT_ROWS}; leave --rows out"
+        )
+    return (INVARIANT_ROWS,)
 
 
 def devices_of(text: str | None) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from .errors import BuildError, CompileError
+from .errors import BuildError, CapturedError, CompileError
 from .layouts import like_heads
 from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
 from .spec import OpSpec
@@ -106,8 +106,11 @@ def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
 def compile_launch(launch: Launch, config: Config, classes: Mapping[str, ArgumentClass], target: Any) -> Any:
     """Compile one kernel for `target` (a `triton.backends.compiler.GPUTarget`) and return Triton's CompiledKernel.
 
-    `classes` holds a class for every parameter by name (pointers end in `_ptr`). Raises CompileError.
+    `classes` holds a class for every parameter by name (pointers end in `_ptr`). Raises CompileError, and CapturedError
+    while the current stream is captured: loading a kernel would end the capture.
     """
+    if _is_capturing():
+        raise CapturedError(f"{launch.kernel.__name__} was not loaded before the capture of a CUDA graph")
     import triton
     from triton.compiler import ASTSource
 
@@ -127,6 +130,13 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
         raise
     except Exception as error:  # Triton raises a dozen types here, RuntimeError and AssertionError among them
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    # CUDA stays asleep where nobody has used it: a process that only compiles wants no memory of the GPU.
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def build_launcher(compiled: Any) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from . import paths
+from . import paths, policies
 from .errors import RenderError
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
+from .policies import DETERMINISTIC, FASTEST, INVARIANT
 from .reference import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Key(NamedTuple):
     weight_grad: bool
     device: int
     sum_in_fp32: bool = False
+    policy: str = FASTEST
 
     def problem(self) -> Problem:
         """The same as the database knows it."""
@@ -56,7 +59,15 @@ class Key(NamedTuple):
             offset=self.offset,
             weight_grad=self.weight_grad,
             sum_in_fp32=self.sum_in_fp32,
+            policy=self.policy,
         )
+
+
+def policy_of(argument: str | None, traced: bool = False) -> str:
+    """The policy that a call with `policy=argument` is under; `traced` while a compiler reads this. Raises ValueError
+    for an unknown one."""
+    policy = policies.asked_for(argument, traced)
+    return DETERMINISTIC if policy == FASTEST and torch.are_deterministic_algorithms_enabled() else policy
 
 
 class Rung(NamedTuple):
@@ -198,22 +209,25 @@ def stored_choices(
 
     What is read is checked: the config must be valid in today's search space and no baseline there, the kernel text
     must be the one that was timed, and the gate must not have found it wrong at another row count (`wrong`, the test
-    that `rejected` returns, if the caller has it already).
+    that `rejected` returns, if the caller has it already). A time does not depend on a policy, so that those of
+    "fastest" count too, less what the policy forbids: atomics, and under "invariant" torch's own op.
     """
     from .lookup import find_winners
     from .space import load_space
 
     space, wrong = load_space(problem.op), wrong or rejected(path, problem, silicon)
-    found = find_winners(path, silicon, problem, triton_minor(), PROTOCOL)
+    found = [s for p in _policies(problem) for s in find_winners(path, silicon, p, triton_minor(), PROTOCOL)]
     for stored in sorted(found, key=lambda choice: abs(math.log2(choice.rows / problem.rows))):
         if max(stored.rows / problem.rows, problem.rows / stored.rows) > ROWS_REACH:
             return
         config = Config.of(stored.family, stored.parameters)
         family = space.family(problem.direction, config.family)
         if config.family == TORCH_FAMILY:
-            # Also where another release of torch is here than the one that was timed: the kernels that its op beat are
-            # the same, by more than the band, and what it computes is torch's promise. The next sweep times it again.
-            yield config, stored
+            if problem.policy != INVARIANT:
+                # Also where another release of torch is here than the one that was timed: the kernels that its op beat
+                # are the same, by more than the band, and what it computes is torch's promise. The next sweep times it
+                # again.
+                yield config, stored
         elif family is None or family.baseline or space.check(problem, silicon, config) is not None:
             continue
         elif stored.digest == digest_today(problem, config) and not wrong(config):
@@ -225,12 +239,17 @@ def rejected(path: Path, problem: Problem, silicon: Silicon) -> Callable[[Config
     today."""
     from .lookup import find_rejected
 
-    found = find_rejected(path, silicon, problem, triton_minor(), PROTOCOL)
+    found = {trial for p in _policies(problem) for trial in find_rejected(path, silicon, p, triton_minor(), PROTOCOL)}
 
     def is_wrong(config: Config) -> bool:
         return bool(found) and (config.family, config.to_json(), digest_today(problem, config)) in found
 
     return is_wrong
+
+
+def _policies(problem: Problem) -> list[Problem]:
+    """The problem under each policy whose trials count for it, its own first."""
+    return [replace(problem, policy=policy) for policy in dict.fromkeys((problem.policy, FASTEST))]
 
 
 def digest_today(problem: Problem, config: Config) -> str:

@@ -23,6 +23,10 @@ class CompileError(TunegenError):
     """A kernel does not compile for its target, or needs more than the target has."""
 
 
+class CapturedError(TunegenError):
+    """A kernel would have to be compiled and loaded while a CUDA graph is captured; `tunegen.warmup` does it ahead."""
+
+
 class BuildError(TunegenError):
     """Kernel files cannot be written or read: rendered ones, or Triton's compile cache. No fault of the kernel."""
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import paths
-from .dispatch import ROWS_REACH, Key, Rung, remembered, rungs, silicon_of, standing
+from .dispatch import ROWS_REACH, Key, Rung, policy_of, remembered, rungs, silicon_of, standing
 from .model import RMS_NORM, TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
+from .policies import FASTEST, INVARIANT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,12 +112,14 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | N
 
 def _sweep(problem: Problem) -> str:
     """The command that measures this problem."""
+    rows = f" --rows {problem.rows}" * (problem.policy != INVARIANT)
     words = ["tunegen sweep", *[f"--op {problem.op}"] * (problem.op != RMS_NORM)]
-    words += [f"--hidden {problem.hidden} --rows {problem.rows} --direction {problem.direction}"]
+    words += [f"--hidden {problem.hidden}{rows} --direction {problem.direction}"]
     words += [f"--dtype {problem.x_dtype}"] * (problem.x_dtype != "bf16")
     words += [f"--weight-dtype {problem.weight_dtype or 'none'}"] * (problem.weight_dtype != problem.x_dtype)
     words += [f"--casting {problem.casting}"] * (problem.casting != "fp32") + ["--offset"] * problem.offset
     words += ["--sum-in-fp32"] * problem.sum_in_fp32
+    words += [f"--policy {problem.policy}"] * (problem.policy != FASTEST)
     frozen = problem.direction == "backward" and problem.weight_dtype is not None and not problem.weight_grad
     return " ".join([*words, *["--frozen-weight"] * frozen])
 
@@ -129,9 +132,10 @@ def explain(
     offset: float = 0.0,
     casting: str = "fp32",
     sum_in_fp32: bool = False,
+    policy: str | None = None,
 ) -> Explanations:
-    """What `rms_norm(x, weight, offset=offset, casting=casting)`, or with a residual `add_rms_norm`, would run here and
-    now: forward, and backward where a gradient is wanted and `torch.no_grad` is not in force.
+    """What `rms_norm`, or with a residual `add_rms_norm`, with the same arguments would run here and now: forward, and
+    backward where a gradient is wanted and `torch.no_grad` is not in force.
 
     Args and errors are those of `tunegen.rms_norm` and `tunegen.add_rms_norm`. Nothing is computed, compiled or
     remembered.
@@ -142,11 +146,12 @@ def explain(
     check(x, weight, 1e-6, offset, casting)
     if residual is not None:
         check_like("residual", residual, x)
+    policy = policy_of(policy)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     directions = ["forward", *(["backward"] if training else [])]
     found = []
     for direction in directions:
-        key = _key(direction, x, weight, residual, offset, casting, sum_in_fp32)
+        key = _key(direction, x, weight, residual, offset, casting, sum_in_fp32, policy)
         problem = replace(key.problem(), rows=x.numel() // x.shape[-1])
         if has_kernels(x, weight, residual):
             found.append(explain_problem(paths.database(), problem, silicon_of(key.device), key))
@@ -163,15 +168,17 @@ def _key(
     offset: float,
     casting: str,
     sum_in_fp32: bool,
+    policy: str,
 ) -> Key:
     from .ops import add_rms_norm, rms_norm
 
     backward = direction == "backward"
     weight_grad = backward and weight is not None and weight.requires_grad
     if residual is None:
-        return rms_norm.key_of(direction, x, weight, offset, casting, weight_grad)
+        return rms_norm.key_of(direction, x, weight, offset, casting, weight_grad, policy=policy)
     apart = not backward and add_rms_norm.reads_another_sum(x, sum_in_fp32)
-    return rms_norm.key_of(direction, x, weight, offset, casting, weight_grad, rms_norm.ADD_RMS_NORM, apart)
+    op = rms_norm.ADD_RMS_NORM
+    return rms_norm.key_of(direction, x, weight, offset, casting, weight_grad, op, apart, policy=policy)
 
 
 def with_torch_backward(found: Sequence[Explanation], *, training: bool) -> list[Explanation]:

@@ -55,6 +55,13 @@ def rows_of(tensor: Tensor, nest: bool = True) -> Rows:
     return Rows(tensor, 0, nested) if nested is not None and nest else Rows(tensor.contiguous(), hidden)
 
 
+def in_standard_layout(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, contiguous and 16-byte aligned: kernels compiled for others add in another order."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def nested_copy(tensor: Tensor) -> Rows:
     """A copy of a tensor (M, N) that lies as `like_heads`, with NaN where the last group is not full."""
     rows, hidden = tensor.shape

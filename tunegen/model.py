@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .policies import FASTEST, INVARIANT, INVARIANT_ROWS
+
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 CASTINGS = ("fp32", "llama")
 DIRECTIONS = ("forward", "backward")
@@ -58,7 +60,7 @@ class Problem:
     residual: bool = False
     sum_in_fp32: bool = False
     layout: str = "contiguous"
-    policy: str = "fastest"
+    policy: str = FASTEST
     regime: str = "cold_graph"
 
     @property
@@ -68,8 +70,8 @@ class Problem:
 
     @property
     def rows_bucket(self) -> int:
-        """Rows rounded up to a power of two: what the database and the dispatcher tell apart."""
-        return rows_bucket(self.rows)
+        """What the database and the dispatcher tell row counts apart by: a power of two, one for all if invariant."""
+        return INVARIANT_ROWS if self.policy == INVARIANT else rows_bucket(self.rows)
 
     def label(self) -> str:
         """Short text for people, such as `forward 16384x4096 bf16`."""
@@ -85,6 +87,7 @@ class Problem:
             *(["offset"] if self.offset else []),
             *(["sum in fp32"] if self.sum_in_fp32 else []),
             *(["dx only"] if self.direction == "backward" and not self.weight_grad else []),
+            *([self.policy] if self.policy != FASTEST else []),
         ]
 
 

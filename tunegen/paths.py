@@ -56,6 +56,16 @@ def disabled() -> bool:
     return os.environ.get("TUNEGEN_DISABLE", "") not in ("", "0")
 
 
+def policy() -> str:
+    """`TUNEGEN_POLICY`: fastest, deterministic or invariant; empty where it is not set."""
+    return os.environ.get("TUNEGEN_POLICY", "")
+
+
+def compiled_as() -> str:
+    """`TUNEGEN_COMPILE`: trace or op, what a call becomes under `torch.compile`; empty where it is not set."""
+    return os.environ.get("TUNEGEN_COMPILE", "")
+
+
 def interpreted() -> bool:
     """`TRITON_INTERPRET`: kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "") not in ("", "0")

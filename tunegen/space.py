@@ -14,6 +14,7 @@ from .entries import CTAS, PARAMETER, WARPS, WORD, Entry, read
 from .errors import SearchSpaceError
 from .expressions import Domain, Expression, Rule, arranged, combinations, listed, show
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
+from .policies import FASTEST
 
 
 @functools.lru_cache(maxsize=1)
@@ -34,7 +35,7 @@ def names_of(problem: Problem, silicon: Silicon) -> dict[str, Value]:
         "X_BYTES": DTYPE_BYTES[problem.x_dtype],
         "WEIGHT": problem.weight_dtype is not None,
         "WEIGHT_GRAD": problem.weight_grad,
-        "DETERMINISTIC": problem.policy != "fastest",
+        "DETERMINISTIC": problem.policy != FASTEST,
         "SMS": silicon.sms,
         "CAPABILITY": silicon.capability,
         "SHARED_LIMIT": silicon.shared_limit,

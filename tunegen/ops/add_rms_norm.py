@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, reference
+from ..policies import INVARIANT
+from . import registered
 from . import rms_norm as norm
 from .arguments import check, check_like, check_out, written
+from .notes import note_torch
 
 Pair = tuple[Tensor, Tensor]
 
@@ -22,6 +25,7 @@ class Contract(NamedTuple):
     offset: float
     casting: str
     sum_in_fp32: bool
+    policy: str | None
 
 
 def add_rms_norm(
@@ -34,13 +38,14 @@ def add_rms_norm(
     casting: str = "fp32",
     sum_in_fp32: bool = False,
     out: Pair | None = None,
+    policy: str | None = None,
 ) -> Pair:
     """The residual add and the norm behind it in one pass: sum = x + residual, y = rms_norm(sum, weight, eps).
 
     Args:
         x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64.
         residual: of x's shape, dtype and device, any strides.
-        weight, eps, offset, casting: as in `tunegen.rms_norm`.
+        weight, eps, offset, casting, policy: as in `tunegen.rms_norm`.
         sum_in_fp32: True lets the norm read x + residual in fp32, as flash-attn and quack do; by default it reads the
             sum that is returned, rounded to x's dtype, as Hugging Face's layers do.
         out: where y and the sum go, like x. They may be x and residual, else no memory of an input. No gradients.
@@ -54,7 +59,7 @@ def add_rms_norm(
 
     The norm is that of Zhang and Sennrich 2019, arXiv:1910.07467; the fusion is known from flash-attn and vLLM.
     """
-    contract = Contract(eps, offset, casting, sum_in_fp32)
+    contract = Contract(eps, offset, casting, sum_in_fp32, policy)
     if out is not None:
         return _into(out, x, residual, weight, contract)
     return _call(x, residual, weight, contract)
@@ -69,6 +74,7 @@ def add_rms_norm_(
     offset: float = 0.0,
     casting: str = "fp32",
     sum_in_fp32: bool = False,
+    policy: str | None = None,
 ) -> Pair:
     """`add_rms_norm` in place, for inference: y is written over x and the sum over residual; returns them both.
 
@@ -78,7 +84,7 @@ def add_rms_norm_(
         RuntimeError: a gradient is wanted; call it under torch.no_grad(), or `add_rms_norm`.
         ValueError: x and residual begin at the same memory: one result would be written over the other.
     """
-    contract = Contract(eps, offset, casting, sum_in_fp32)
+    contract = Contract(eps, offset, casting, sum_in_fp32, policy)
     return _into((x, residual), x, residual, weight, contract, ("x", "residual"), "use add_rms_norm")
 
 
@@ -91,16 +97,25 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contrac
 
 def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
     if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+        policy = dispatch.policy_of(contract.policy, traced=True)
+        if policy == INVARIANT and not contract.sum_in_fp32:  # an addition depends on nothing else, a traced norm may
+            total = (x + residual).contiguous()
+            return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
         return by_torch(x, residual, weight, contract)
     _check(x, residual, weight, contract)
+    policy = dispatch.policy_of(contract.policy)
+    contract = contract._replace(policy=policy)
     if not norm.has_kernels(x, weight, residual):
+        if policy == INVARIANT and x.numel():
+            note_torch(policy, norm.no_kernels_because(x, weight, residual))
         return by_torch(x, residual, weight, contract)
     weight_grad = weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_grad)):
         return _forward(x, residual, weight, contract, save_rstd=False)[0]
-    key = norm.key_of("backward", x, weight, contract.offset, contract.casting, weight_grad, norm.ADD_RMS_NORM)
-    choice = dispatch.choose(key)
+    of_call = x, weight, contract.offset, contract.casting, weight_grad, norm.ADD_RMS_NORM
+    choice = dispatch.choose(norm.key_of("backward", *of_call, policy=policy))
     if choice.config is None:
+        note_torch(policy, choice.rung)
         return by_torch(x, residual, weight, contract)
     y, total = _AddRMSNorm.apply(x, residual, weight, contract, choice.saves_rstd)
     return y, total
@@ -124,7 +139,9 @@ def _into(
             check_out(name, tensor, x, (x, residual, weight), instead)
         if out[0].numel() and out[0].data_ptr() == out[1].data_ptr():
             raise ValueError(f"{names[0]} and {names[1]} are the same memory, where two results go; clone one of them")
-        if norm.has_kernels(x, weight, residual, *out) and all(t.is_contiguous() for t in out):
+        policy = dispatch.policy_of(contract.policy)
+        contract = contract._replace(policy=policy)
+        if norm.has_kernels(x, weight, residual, *out) and all(norm.writable(t, policy) for t in out):
             _forward(x, residual, weight, contract, save_rstd=False, out=out)
             return written(out[0]), written(out[1])
     y, total = _call(x, residual, weight, contract)
@@ -133,7 +150,7 @@ def _into(
 
 def by_torch(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
     """An addition and rms_norm in torch operators."""
-    eps, offset, casting, sum_in_fp32 = contract
+    eps, offset, casting, sum_in_fp32, _ = contract
     if sum_in_fp32:
         y, total = reference.add_rms_norm(
             x, residual, weight, eps, offset=offset, casting=casting, sum_in_fp32=sum_in_fp32
@@ -157,13 +174,14 @@ def _forward(
     out: Pair | None = None,
 ) -> tuple[Pair, Tensor | None]:
     """y and the sum, in `out` if there is one, and rstd (M) if it is to be saved."""
-    eps, offset, casting, sum_in_fp32 = contract
+    eps, offset, casting, sum_in_fp32, policy = contract
+    save_rstd = save_rstd or policy == INVARIANT  # one kernel, with a gradient or without
     y, total = out or [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)]
     rows = x.numel() // x.shape[-1]
     rstd = torch.empty(rows, dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x": x, "residual": residual, "w": weight, "y": y, "sum": total, "rstd": rstd}
     apart = reads_another_sum(x, sum_in_fp32)
-    key = norm.key_of("forward", x, weight, offset, casting, False, norm.ADD_RMS_NORM, apart)
+    key = norm.key_of("forward", x, weight, offset, casting, False, norm.ADD_RMS_NORM, apart, policy=policy)
     if not norm.launch(key, tensors, eps, offset, save_rstd):
         found = by_torch(x, residual, weight, contract)
         y, total = found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
@@ -188,7 +206,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
-        eps, offset, casting, _ = ctx.contract
+        eps, offset, casting, _, policy = ctx.contract
         weight_grad = ctx.needs_input_grad[2]
         dx: Tensor | None
         if dy is None:
@@ -198,6 +216,6 @@ class _AddRMSNorm(torch.autograd.Function):
         else:
             if dsum is None and rstd is None:  # rms_norm's kernels may want what those of this op recompute
                 rstd = norm.rstd_by_torch(total, eps)
-            dx, dw = norm.backward(dy, total, weight, rstd, eps, offset, casting, weight_grad, dsum)
+            dx, dw = norm.backward(dy, total, weight, rstd, eps, offset, casting, weight_grad, policy, dsum)
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
         return of_x, of_residual, dw, None, None

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .. import paths
 from ..model import CASTINGS
 from ..reference import DTYPE_NAMES
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
@@ -76,3 +80,35 @@ def written(out: Tensor) -> Tensor:
     if not out.is_inference():  # those are in no backward, and count nothing
         torch.autograd.graph.increment_version(out)
     return out
+
+
+def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
+    functorch transforms and forward-mode differentiation."""
+    for other in others:  # a generator would cost as much as all the rest
+        if other is not None and type(other) not in PLAIN_TENSORS:
+            return False
+    return (
+        x.is_cuda
+        and x.numel() > 0
+        and type(x) in PLAIN_TENSORS
+        and torch.version.hip is None
+        and not paths.disabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
+    """Why `has_kernels` is false, in words; empty where it is true."""
+    kinds = [type(t).__name__ for t in (x, *others) if t is not None and type(t) not in PLAIN_TENSORS]
+    reasons = (
+        (not x.is_cuda, f"x is on {x.device}"),
+        (x.numel() == 0, "x has no elements"),
+        (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),
+        (torch.version.hip is not None, "this torch is built for ROCm"),
+        (paths.disabled(), "TUNEGEN_DISABLE is set"),
+        (torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func is active"),
+        (forward_ad._current_level >= 0, "forward-mode differentiation is active"),
+    )
+    return next((why for holds, why in reasons if holds), "")

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from .. import dispatch, paths, reference
+from .. import dispatch, reference
 from ..dispatch import Choice, Key
-from ..errors import BuildError, CompileError, RenderError
+from ..errors import BuildError, CapturedError, CompileError, RenderError
 from ..launch import Argument
-from ..layouts import rows_of
+from ..layouts import in_standard_layout, rows_of
 from ..model import RMS_NORM, rows_bucket
+from ..policies import INVARIANT, INVARIANT_ROWS
+from . import registered
 from .arguments import check, check_out, written
+from .arguments import has_kernels as has_kernels
+from .arguments import no_kernels_because as no_kernels_because
+from .notes import give_way, note_torch
 
 ADD_RMS_NORM = "add_rms_norm"
 """The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 READ_BY_ROWS = ("x", "residual", "dy", "dsum")
 
 
@@ -31,6 +36,7 @@ def rms_norm(
     offset: float = 0.0,
     casting: str = "fp32",
     out: Tensor | None = None,
+    policy: str | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
@@ -42,6 +48,7 @@ def rms_norm(
         casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
             the weight, as Hugging Face's Llama and Qwen3 do.
         out: where the result goes, of x's shape, dtype and device; x itself, or no memory of an input. No gradients.
+        policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; backward follows that of its forward.
 
     Returns:
         `out`, or a contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64
@@ -49,82 +56,69 @@ def rms_norm(
 
     Raises:
         TypeError: x, weight or out is no tensor of these dtypes; eps or offset is no Python number.
-        ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting.
+        ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting or
+            policy.
         RuntimeError: out is given where a gradient is wanted.
 
     The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
     tuning database names, else by the built-in default; everything else by torch operators.
     """
     if out is not None:
-        return _into(out, x, weight, eps, offset, casting)
-    return _call(x, weight, eps, offset, casting)
+        return _into(out, x, weight, eps, offset, casting, policy)
+    return _call(x, weight, eps, offset, casting, policy)
 
 
-def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
+def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Tensor:
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
+        policy = dispatch.policy_of(policy, traced=True)
+        if registered.is_operator(policy):
+            return registered.call(x, weight, eps, offset, casting, policy)
         return by_torch(x, weight, eps, offset, casting)
     check(x, weight, eps, offset, casting)
+    policy = dispatch.policy_of(policy)
     if not has_kernels(x, weight):
+        if policy == INVARIANT and x.numel():
+            note_torch(policy, no_kernels_because(x, weight))
         return by_torch(x, weight, eps, offset, casting)
     x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
-        return _forward(x, weight, eps, offset, casting, save_rstd=False)[0]
-    choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad))
+        return _forward(x, weight, eps, offset, casting, False, policy)[0]
+    choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
     if choice.config is None:
+        note_torch(policy, choice.rung)
         return by_torch(x, weight, eps, offset, casting)
-    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd, policy)
     return y
 
 
-def _into(out: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
+def _into(
+    out: Tensor, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None
+) -> Tensor:
     """`rms_norm` without a gradient, written to `out`."""
     if not torch.compiler.is_compiling():
         check(x, weight, eps, offset, casting)
         check_out("out", out, x, (x, weight))
-        if has_kernels(x, weight, out) and out.is_contiguous():
-            _forward(x, weight, eps, offset, casting, save_rstd=False, out=out)
+        policy = dispatch.policy_of(policy)
+        if has_kernels(x, weight, out) and writable(out, policy):
+            _forward(x, weight, eps, offset, casting, False, policy, out)
             return written(out)
-    return out.copy_(_call(x, weight, eps, offset, casting))
+    return out.copy_(_call(x, weight, eps, offset, casting, policy))
+
+
+def writable(out: Tensor, policy: str) -> bool:
+    """Whether kernels may write to `out`; "invariant" has them compiled for aligned tensors only."""
+    return out.is_contiguous() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
 
 
 def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
     """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
     fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
     if fused and x.numel():
-        return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
+        # Under autocast torch would compute a copy of x in fp32, and return that dtype.
+        plain = torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
+        with plain:
+            return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
     return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
-
-
-def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
-    functorch transforms and forward-mode differentiation."""
-    for other in others:  # a generator would cost as much as all the rest
-        if other is not None and type(other) not in PLAIN_TENSORS:
-            return False
-    return (
-        x.is_cuda
-        and x.numel() > 0
-        and type(x) in PLAIN_TENSORS
-        and torch.version.hip is None
-        and not paths.disabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
-
-
-def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
-    """Why `has_kernels` is false, in words; empty where it is true."""
-    kinds = [type(t).__name__ for t in (x, *others) if t is not None and type(t) not in PLAIN_TENSORS]
-    reasons = (
-        (not x.is_cuda, f"x is on {x.device}"),
-        (x.numel() == 0, "x has no elements"),
-        (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),
-        (torch.version.hip is not None, "this torch is built for ROCm"),
-        (paths.disabled(), "TUNEGEN_DISABLE is set"),
-        (torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func is active"),
-        (forward_ad._current_level >= 0, "forward-mode differentiation is active"),
-    )
-    return next((why for holds, why in reasons if holds), "")
 
 
 def key_of(
@@ -136,14 +130,18 @@ def key_of(
     weight_grad: bool,
     op: str = RMS_NORM,
     sum_in_fp32: bool = False,
+    *,
+    policy: str | None = None,
 ) -> Key:
-    """What the hot look-up is by, for these arguments."""
+    """What the hot look-up is by, for these arguments; without a policy, under the one in force."""
     hidden = x.shape[-1]
+    policy = policy or dispatch.policy_of(None)
     return Key(
         op=op,
         direction=direction,
         hidden=hidden,
-        rows=rows_bucket(x.numel() // hidden),  # a choice holds for its whole bucket, whichever row count asks first
+        # A choice holds for its whole bucket, whichever row count asks first.
+        rows=INVARIANT_ROWS if policy == INVARIANT else rows_bucket(x.numel() // hidden),
         x_dtype=x.dtype,
         weight_dtype=None if weight is None else weight.dtype,
         casting=casting,
@@ -151,6 +149,7 @@ def key_of(
         weight_grad=weight_grad,
         device=x.device.index,
         sum_in_fp32=sum_in_fp32,
+        policy=policy,
     )
 
 
@@ -161,14 +160,17 @@ def _forward(
     offset: float,
     casting: str,
     save_rstd: bool,
+    policy: str,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y, in `out` if there is one, and rstd (M) if it is to be saved."""
+    save_rstd = save_rstd or policy == INVARIANT  # one kernel, with a gradient or without
     rows = x.numel() // x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     rstd = torch.empty(rows, dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x": x, "w": weight, "y": y, "rstd": rstd}
-    if not launch(key_of("forward", x, weight, offset, casting, False), tensors, eps, offset, save_rstd):
+    key = key_of("forward", x, weight, offset, casting, False, policy=policy)
+    if not launch(key, tensors, eps, offset, save_rstd):
         found = by_torch(x, weight, eps, offset, casting)
         y = found if out is None else out.copy_(found)
         if save_rstd:
@@ -190,13 +192,15 @@ def backward(
     offset: float,
     casting: str,
     weight_grad: bool,
+    policy: str,
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
-    key = key_of("backward", x, weight, offset, casting, weight_grad, RMS_NORM if dsum is None else ADD_RMS_NORM)
+    op = RMS_NORM if dsum is None else ADD_RMS_NORM
+    key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
     if not launch(key, tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
     return dx, dw
@@ -231,10 +235,11 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
     arguments: dict[str, Argument] = {f"{name}_ptr": t for name, t in tensors.items() if t is not None}
     arguments |= {"M": rows, "eps": float(eps)}
     if weight is not None:
-        arguments["w_ptr"] = weight.contiguous()
+        arguments["w_ptr"] = in_standard_layout(weight) if key.policy == INVARIANT else weight.contiguous()
     nested: tuple[str, ...] = ()
     for name in READ_BY_ROWS:
         if (tensor := tensors.get(name)) is not None:
+            tensor = in_standard_layout(tensor) if key.policy == INVARIANT else tensor
             lying = rows_of(tensor, nest=key.op == RMS_NORM)
             arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
             if lying.nested is not None:
@@ -242,9 +247,13 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
     while True:
         choice: Choice = dispatch.choose(key)
         if choice.config is None or (choice.saves_rstd and tensors["rstd"] is None):
+            note_torch(key.policy, choice.rung)
             return False
         try:
             choice.variant(save_rstd, offset, nested)(rows, arguments)
+        except CapturedError as error:
+            give_way(key, error)
+            return False
         except (CompileError, RenderError, BuildError) as error:
             dispatch.demote(key, choice, error)
         else:
@@ -254,20 +263,30 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, save_rstd: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        casting: str,
+        save_rstd: bool,
+        policy: str,
     ) -> Tensor:
-        y, rstd = _forward(x, weight, eps, offset, casting, save_rstd)
+        y, rstd = _forward(x, weight, eps, offset, casting, save_rstd, policy)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.contract = eps, offset, casting
+        ctx.contract = eps, offset, casting, policy
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        eps, offset, casting = ctx.contract
+        eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
         weight_grad = ctx.needs_input_grad[1]
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad)
-        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None
+            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
+        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None, None
+
+
+registered.register(sys.modules[__name__])

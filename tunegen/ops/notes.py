@@ -1,0 +1,31 @@
+"""What is told, once, where torch answers in a kernel's place."""
+
+from __future__ import annotations
+
+from ..dispatch import LOG, Key
+from ..errors import CapturedError
+from ..policies import INVARIANT
+
+_told: set[str] = set()
+
+
+def note_torch(policy: str, why: str) -> None:
+    """Say once for each reason that torch answers a call under "invariant", of which it promises nothing."""
+    if policy == INVARIANT:
+        _warn(f"policy invariant is not kept: torch's own operators answer ({why})")
+
+
+def give_way(key: Key, error: CapturedError) -> None:
+    """Have torch answer in a captured graph, and say so once for each kind of call; under "invariant" raise the error,
+    since torch does not keep that."""
+    told = f"{key.problem().label()}: {error}; call tunegen.warmup({key.hidden}, rows={key.rows}, ...), or run the same"
+    told += " call once, before"
+    if key.policy == INVARIANT:
+        raise CapturedError(told) from error
+    _warn(f"{told}; torch's own op is captured instead")
+
+
+def _warn(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        LOG.warning("%s", text)

@@ -1,0 +1,154 @@
+"""`rms_norm` as registered operators, opaque to a graph compiler: `torch.ops.tunegen.rms_norm` and its backward.
+
+Under `torch.compile` the formula is traced by default and Inductor fuses it with its neighbours. `TUNEGEN_COMPILE=op`
+puts these operators into the graph instead, which launch what an eager call launches; so does the policy "invariant",
+of which traced operators promise nothing. They have no atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from .. import paths
+from ..dispatch import choose
+from ..policies import INVARIANT
+from ..reference import accumulate_dtype
+from .arguments import check
+
+TRACE, OPERATOR = MODES = ("trace", "op")
+MODE = paths.compiled_as() or TRACE
+"""As the environment says when this is imported: a compiled graph is guarded by it."""
+
+CONTRACT = "float eps, float offset, str casting, str policy, bool weight_grad"
+LIBRARY = Library("tunegen", "DEF")  # type: ignore[no-untyped-call]
+_define: Callable[..., None] = LIBRARY.define
+_define(f"rms_norm(Tensor x, Tensor? weight, {CONTRACT}, bool training) -> (Tensor, Tensor)")
+_define(f"rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, {CONTRACT}) -> (Tensor, Tensor)")
+
+
+def is_operator(policy: str) -> bool:
+    """Whether a call that is being compiled becomes an operator. Raises ValueError for an unknown TUNEGEN_COMPILE."""
+    if MODE not in MODES:
+        raise ValueError(f"the variable TUNEGEN_COMPILE must be one of {', '.join(MODES)}, got {MODE!r}")
+    return policy == INVARIANT or MODE == OPERATOR
+
+
+def call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str) -> Tensor:
+    """y by the operator, to be traced."""
+    weight_grad = weight is not None and weight.requires_grad
+    training = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
+    y: Tensor
+    y, _ = torch.ops.tunegen.rms_norm(
+        x, weight, float(eps), float(offset), casting, policy, training and weight_grad, training
+    )
+    return y
+
+
+def register(op: ModuleType) -> None:
+    """Bind the operators to the functions of the module `op`, as they are when they are called."""
+
+    def differentiate(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        eps, offset, casting, policy = ctx.contract
+        x_grad, weight_grad = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
+            dx, dw = op.backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+        else:
+            dx, dw = torch.ops.tunegen.rms_norm_backward(dy, x, weight, rstd, eps, offset, casting, policy, weight_grad)
+        return dx if x_grad else None, dw if weight_grad else None, *[None] * 6
+
+    impl: Callable[..., None] = LIBRARY.impl
+    impl("rms_norm", partial(_forward, op), "CompositeExplicitAutograd")
+    impl("rms_norm_backward", partial(_backward, op), "CompositeExplicitAutograd")
+    torch.library.register_fake("tunegen::rms_norm", _fake, lib=LIBRARY)
+    torch.library.register_fake("tunegen::rms_norm_backward", _fake_backward, lib=LIBRARY)
+    torch.library.register_autograd("tunegen::rms_norm", differentiate, setup_context=_save, lib=LIBRARY)
+
+
+def _forward(
+    op: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str,
+    weight_grad: bool,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    """What an eager call computes; in training with the rstd (M) that any backward may ask for."""
+    kernels = op.has_kernels(x, weight)
+    if kernels and training:
+        key = op.key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
+        kernels = choose(key).config is not None
+    if kernels:
+        y, rstd = op._forward(x, weight, eps, offset, casting, training, policy)
+    else:
+        y, rstd = op.by_torch(x, weight, eps, offset, casting), op.rstd_by_torch(x, eps) if training else None
+    return y, rstd if training else _nothing(x)
+
+
+def _backward(
+    op: Any,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    if op.has_kernels(x, weight):
+        dx, dw = op.backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
+    else:
+        dx, dw = op.backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
+    return dx, _nothing(x) if dw is None else dw
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, eps, offset, casting, policy, *_ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.contract = eps, offset, casting, policy
+    ctx.mark_non_differentiable(output[1])
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=accumulate_dtype(x))
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str,
+    weight_grad: bool,
+    training: bool,
+) -> tuple[Tensor, Tensor]:
+    check(x, weight, 0.0, 0.0, casting)  # eps and offset may be symbols
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=accumulate_dtype(x)) if training else _nothing(x)
+
+
+def _fake_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape) if weight is not None and weight_grad else _nothing(x)
