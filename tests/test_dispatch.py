@@ -146,6 +146,33 @@ def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monk
     assert "OutOfResources: shared memory" in record.getMessage()
 
 
+def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(answers, monkeypatch, caplog):
+    """Heads that the tuned kernel cannot read in place must not cost the contiguous calls their kernel."""
+    answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    launched = []
+
+    def variant(choice, save_rstd, offset, nested):
+        launched.append((choice.config, nested))
+        if nested:
+            raise CompileError("row_offsets: no such thing")
+        return lambda rows, arguments: None
+
+    monkeypatch.setattr(dispatch.Choice, "variant", variant)
+    dispatch.forget()
+    bf16 = torch.bfloat16
+    x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
+    heads = x.view(4, -1, 8, PROBLEM.hidden).transpose(1, 2)
+    key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
+    try:
+        for dy in (x, heads, heads, x):
+            assert launch(key, {"x": x, "dy": dy, "w": x[0], "rstd": x[:, 0]}, 1e-6, 0.0, True)
+    finally:
+        dispatch.forget()
+    assert launched == [(FIRST, ()), (FIRST, ("dy",)), (FIRST, ()), (FIRST, ()), (FIRST, ())]
+    (record,) = [r for r in caplog.records if "copying them" in r.getMessage()]
+    assert "no such thing" in record.getMessage()
+
+
 # Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is
 # given, out a place that every kernel may write to.
 CHANGES = {

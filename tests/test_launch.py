@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import SPEC, moderate, variants
+from kernel_cases import moderate, variants
 from test_kernels_interpreted import CPU, SILICON, SMS
 
 from tunegen import launch
 from tunegen.errors import CompileError
 from tunegen.model import Problem
+from tunegen.ops import op_spec
 from tunegen.reference import DTYPES
 
+SPEC = op_spec("rms_norm")
 FORWARD = Problem("rms_norm", "forward", 256, 6, "fp32", "fp32")
 BACKWARD = Problem("rms_norm", "backward", 256, 6, "fp32", "fp32", weight_grad=True)
 SPLIT = Problem("rms_norm", "forward", 4096, 2, "fp32", "fp32")
@@ -39,9 +41,9 @@ def arguments_of(problem, seed=0):
 @pytest.mark.parametrize(
     ("problem", "template"),
     [
-        (FORWARD, "forward_single_block"),
-        (SPLIT, "forward_split_row_atomic"),
-        (BACKWARD, "backward_persistent_partials"),
+        (FORWARD, "rms_norm/forward_single_block"),
+        (SPLIT, "rms_norm/forward_split_row_atomic"),
+        (BACKWARD, "rms_norm/backward_persistent_partials"),
     ],
     ids=["forward", "zeroed workspace", "two kernels"],
 )
@@ -90,7 +92,7 @@ def direct(monkeypatch):
 
 @pytest.mark.compiler
 def test_all_but_the_launch_is_done_when_it_is_bound(direct, monkeypatch):
-    variant, given = bound_variant(FORWARD, "forward_single_block"), arguments_of(FORWARD)
+    variant, given = bound_variant(FORWARD, "rms_norm/forward_single_block"), arguments_of(FORWARD)
     call = variant.bind(FORWARD.rows, given)
     assert (len(direct.compiled), direct.kernel.launches) == (1, [])
     for what in ("plan", "_classify", "_ready", "allocate"):
@@ -108,7 +110,7 @@ def test_all_but_the_launch_is_done_when_it_is_bound(direct, monkeypatch):
 def test_hooks_of_triton_that_are_set_later_are_called(direct, monkeypatch):
     from triton import knobs
 
-    call = bound_variant(FORWARD, "forward_single_block").bind(FORWARD.rows, arguments_of(FORWARD))
+    call = bound_variant(FORWARD, "rms_norm/forward_single_block").bind(FORWARD.rows, arguments_of(FORWARD))
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", "enter")
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", "leave")
     call()
@@ -118,7 +120,7 @@ def test_hooks_of_triton_that_are_set_later_are_called(direct, monkeypatch):
 @pytest.mark.compiler
 def test_what_is_compiled_assumes_what_is_true_of_the_tensors_at_hand(direct):
     """A tensor at an odd address gets another kernel, also from the same variant."""
-    variant, given = bound_variant(FORWARD, "forward_single_block"), arguments_of(FORWARD)
+    variant, given = bound_variant(FORWARD, "rms_norm/forward_single_block"), arguments_of(FORWARD)
     variant.bind(FORWARD.rows, given)
     variant.bind(FORWARD.rows, arguments_of(FORWARD, 1))
     assert len(direct.compiled) == 1
@@ -132,4 +134,4 @@ def test_what_nobody_gives_is_an_error_when_it_is_bound(direct):
     given = arguments_of(FORWARD)
     del given["y_ptr"]
     with pytest.raises(CompileError, match="nothing gives its parameter 'y_ptr'"):
-        bound_variant(FORWARD, "forward_single_block").bind(FORWARD.rows, given)
+        bound_variant(FORWARD, "rms_norm/forward_single_block").bind(FORWARD.rows, given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tunegen.layouts import Rows, is_copied, nested_copy, rows_of
+from tunegen.layouts import Rows, copied_back, is_copied, nested_copy, rows_of
 
 
 def read(rows: Rows, count: int, hidden: int) -> Tensor:
@@ -97,7 +97,21 @@ def test_more_rows_than_31_bits_count_are_copied() -> None:
 @pytest.mark.parametrize("rows", [1, 11, 12, 13, 100])
 def test_a_nested_copy_has_the_rows_of_the_tensor(rows: int) -> None:
     tensor = base(rows, 8)
-    assert torch.equal(read(nested_copy(tensor), rows, 8), tensor)
+    copy, buffer = nested_copy(tensor)
+    assert torch.equal(read(copy, rows, 8), tensor)
+    assert torch.equal(copied_back(buffer, rows), tensor)
+
+
+@pytest.mark.parametrize("place", ["row", "before", "behind"])
+def test_what_is_written_to_a_nested_copy_shows_in_what_comes_back(place: str) -> None:
+    tensor = base(11, 8)
+    copy, buffer = nested_copy(tensor)
+    flat = torch.as_strided(buffer, (buffer.numel(),), (1,), 0)
+    start = copy.tensor.storage_offset()
+    flat[{"row": start, "before": start - 1, "behind": len(flat) - 1}[place]] = -1.0
+    back = copied_back(buffer, 11)
+    assert not torch.equal(back, tensor)
+    assert bool(back.isnan().all()) == (place != "row")
 
 
 def test_a_kernel_is_told_the_layout_by_the_names_of_its_parameters() -> None:

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from tunegen import dispatch, rms_norm
+from tunegen.ops import arguments
 
 SHAPES = ((64,), (7, 64), (4, 7, 64), (2, 3, 5, 64), (2, 1, 3, 2, 64))
 DTYPE_PAIRS = [*itertools.product(FLOATS[:3], repeat=2), *itertools.product(FLOATS[3:], FLOATS)]
@@ -203,7 +204,7 @@ def test_tunegen_disable_turns_kernels_off(monkeypatch, value, runs):
     monkeypatch.delenv("TUNEGEN_DISABLE", raising=False)
     if value is not None:
         monkeypatch.setenv("TUNEGEN_DISABLE", value)
-    monkeypatch.setattr(OP_MODULE, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
     on_a_gpu = SimpleNamespace(is_cuda=True, numel=lambda: 16)
     assert OP_MODULE.has_kernels(on_a_gpu, None) == runs
     assert not OP_MODULE.has_kernels(on_a_gpu, torch.ones(16)), (

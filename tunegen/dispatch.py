@@ -93,6 +93,7 @@ class Choice:
         self.problem, self.config, self.rung, self.device = problem, config, rung, device
         self.stored = stored
         self.saves_rstd = config is not None and config.structure.get("RSTD") == "saved"
+        self.nests = True  # does its rendering for nested rows run here?
         self._variants: dict[tuple[bool, float, tuple[str, ...]], Variant] = {}
 
     def variant(self, save_rstd: bool, offset: float, nested: tuple[str, ...] = ()) -> Variant:
@@ -102,6 +103,13 @@ class Choice:
         if found is None:
             found = self._variants[save_rstd, offset, nested] = self._bind(save_rstd, offset, nested)
         return found
+
+    def copy_nested(self, error: Exception) -> None:
+        """From now on have nested rows copied: the rendering that reads them in place does not run here."""
+        assert self.config is not None
+        label = self.config.label()
+        LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
+        self.nests = False
 
     def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...]) -> Variant:
         from .ops import op_spec

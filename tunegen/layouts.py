@@ -11,6 +11,9 @@ from torch import Tensor
 MOST_ROWS = 2**31 - 1
 """Nested rows are counted in 32 bits."""
 
+GUARD_GROUPS = 2
+"""As many rows as the tallest tile has, about; an even number keeps what lies behind them aligned to 16 bytes."""
+
 
 class Nested(NamedTuple):
     """Row r of a tensor is (r // inner // middle, r // inner % middle, r % inner), with a stride of each, in elements;
@@ -62,15 +65,26 @@ def in_standard_layout(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def nested_copy(tensor: Tensor) -> Rows:
-    """A copy of a tensor (M, N) that lies as `like_heads`, with NaN where the last group is not full."""
+def nested_copy(tensor: Tensor) -> tuple[Rows, Tensor]:
+    """A copy of a tensor (M, N) that lies as `like_heads`, and the whole buffer in the order of its rows: behind M come
+    those that fill the last group, before and behind them GUARD_GROUPS groups, all NaN."""
     rows, hidden = tensor.shape
     nested = like_heads(hidden)
     group = nested.middle * nested.inner
-    padded = tensor.new_full((-(-rows // group) * group, hidden), math.nan)
-    padded[:rows] = tensor
-    copy = padded.view(-1, nested.middle, nested.inner, hidden).transpose(1, 2).contiguous()
-    return Rows(copy, 0, nested)
+    groups = -(-rows // group) + 2 * GUARD_GROUPS
+    ordered = tensor.new_full((groups * group, hidden), math.nan)
+    ordered[GUARD_GROUPS * group :][:rows] = tensor
+    copy = ordered.view(groups, nested.middle, nested.inner, hidden).transpose(1, 2).contiguous()
+    return Rows(copy[GUARD_GROUPS:], 0, nested), copy.transpose(1, 2)
+
+
+def copied_back(buffer: Tensor, rows: int) -> Tensor:
+    """The first `rows` rows of what `nested_copy` returned, as they are now; NaN, all of them, if anything was written
+    around them."""
+    first = GUARD_GROUPS * buffer.shape[1] * buffer.shape[2]
+    ordered = buffer.reshape(-1, buffer.shape[-1])
+    whole = ordered[:first].isnan().all() & ordered[first + rows :].isnan().all()
+    return torch.where(whole, ordered[first : first + rows], math.nan)
 
 
 def like_heads(hidden: int) -> Nested:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .launch import Argument, Variant
-from .layouts import nested_copy
+from .layouts import copied_back, nested_copy
 from .model import Problem, Scratch
 from .reference import DTYPES, Expected
 from .spec import OpSpec
@@ -225,10 +225,13 @@ def variant_runner(spec: OpSpec, variant: Variant) -> Runner:
     def run(problem: Problem, tensors: Mapping[str, Tensor]) -> None:
         arguments: dict[str, Argument] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
         arguments |= spec.scalars(problem)
+        copies = {}
         for name in variant.source.flags["nested"]:
-            rows = nested_copy(tensors[name])
+            rows, copies[name] = nested_copy(tensors[name])
             arguments |= {f"{name}_ptr": rows.tensor, **rows.arguments(name)}
         variant(problem.rows, arguments, poisoned)
+        for name, copy in copies.items():  # so that the gate sees what was written there
+            tensors[name].copy_(copied_back(copy, problem.rows))
 
     return run
 

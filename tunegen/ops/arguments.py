@@ -1,4 +1,5 @@
-"""What the operators take: checks with errors that name the value, the limit and what to do."""
+"""What the operators take, checked with errors that name the value, the limit and what to do; and the same as what
+kernels take."""
 
 from __future__ import annotations
 
@@ -10,10 +11,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import paths
-from ..model import CASTINGS
+from ..dispatch import Key
+from ..launch import Argument
+from ..layouts import in_standard_layout, rows_of
+from ..model import CASTINGS, RMS_NORM
+from ..policies import INVARIANT
 from ..reference import DTYPE_NAMES
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+READ_BY_ROWS = ("x", "residual", "dy", "dsum")
 
 
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
@@ -112,3 +118,19 @@ def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
         (forward_ad._current_level >= 0, "forward-mode differentiation is active"),
     )
     return next((why for holds, why in reasons if holds), "")
+
+
+def bound(key: Key, tensors: dict[str, Tensor | None], nest: bool) -> tuple[tuple[str, ...], dict[str, Argument]]:
+    """The tensors by the names of kernel parameters, with the layout of their rows; and which of them are nested."""
+    arguments: dict[str, Argument] = {f"{name}_ptr": t for name, t in tensors.items() if t is not None}
+    if (weight := tensors["w"]) is not None:
+        arguments["w_ptr"] = in_standard_layout(weight) if key.policy == INVARIANT else weight.contiguous()
+    nested: tuple[str, ...] = ()
+    for name in READ_BY_ROWS:
+        if (tensor := tensors.get(name)) is not None:
+            tensor = in_standard_layout(tensor) if key.policy == INVARIANT else tensor
+            lying = rows_of(tensor, nest=nest and key.op == RMS_NORM)
+            arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
+            if lying.nested is not None:
+                nested = (*nested, name)
+    return nested, arguments

@@ -13,19 +13,16 @@ from torch.nn import functional as F
 from .. import dispatch, reference
 from ..dispatch import Choice, Key
 from ..errors import BuildError, CapturedError, CompileError, RenderError
-from ..launch import Argument
-from ..layouts import in_standard_layout, rows_of
 from ..model import RMS_NORM, rows_bucket
 from ..policies import INVARIANT, INVARIANT_ROWS
 from . import registered
-from .arguments import check, check_out, written
+from .arguments import bound, check, check_out, written
 from .arguments import has_kernels as has_kernels
 from .arguments import no_kernels_because as no_kernels_because
 from .notes import give_way, note_torch
 
 ADD_RMS_NORM = "add_rms_norm"
 """The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
-READ_BY_ROWS = ("x", "residual", "dy", "dsum")
 
 
 def rms_norm(
@@ -227,35 +224,27 @@ def backward_by_torch(
 
 
 def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
-    """Launch the chosen variant; False where torch is the choice. What does not compile here gives way to the next
-    choice."""
-    x, weight = tensors["x"], tensors["w"]
+    """Launch the chosen variant; False where torch is the choice. What does not compile here gives way: a rendering for
+    nested rows to copies, a choice to the next one."""
+    x = tensors["x"]
     assert x is not None
     rows = x.numel() // x.shape[-1]
-    arguments: dict[str, Argument] = {f"{name}_ptr": t for name, t in tensors.items() if t is not None}
-    arguments |= {"M": rows, "eps": float(eps)}
-    if weight is not None:
-        arguments["w_ptr"] = in_standard_layout(weight) if key.policy == INVARIANT else weight.contiguous()
-    nested: tuple[str, ...] = ()
-    for name in READ_BY_ROWS:
-        if (tensor := tensors.get(name)) is not None:
-            tensor = in_standard_layout(tensor) if key.policy == INVARIANT else tensor
-            lying = rows_of(tensor, nest=key.op == RMS_NORM)
-            arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}
-            if lying.nested is not None:
-                nested = (*nested, name)
     while True:
         choice: Choice = dispatch.choose(key)
         if choice.config is None or (choice.saves_rstd and tensors["rstd"] is None):
             note_torch(key.policy, choice.rung)
             return False
+        nested, arguments = bound(key, tensors, nest=choice.nests)
         try:
-            choice.variant(save_rstd, offset, nested)(rows, arguments)
+            choice.variant(save_rstd, offset, nested)(rows, {**arguments, "M": rows, "eps": float(eps)})
         except CapturedError as error:
             give_way(key, error)
             return False
         except (CompileError, RenderError, BuildError) as error:
-            dispatch.demote(key, choice, error)
+            if nested:
+                choice.copy_nested(error)
+            else:
+                dispatch.demote(key, choice, error)
         else:
             return True
 
