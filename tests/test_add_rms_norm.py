@@ -173,20 +173,22 @@ def test_each_gradient_is_as_wanted_and_what_is_not_used_counts_for_nothing(plac
 
 def test_where_the_sum_is_not_used_backward_is_that_of_rms_norm(monkeypatch):
     """The last norm of a model: nothing reads its sum, and no zeros are made to be added."""
-    context = SimpleNamespace(contract=(EPS, 0.0, "fp32", False, "fastest"), needs_input_grad=(True, True, True))
-    x, residual, w, dy, _ = case()
-    context.saved_tensors = (x + residual, w, None)
+    x, residual, w, dy, dsum = case()
     asked = []
-    monkeypatch.setattr(OP_MODULE, "launch", lambda key, tensors, *_: asked.append((key.op, tensors)) or True)
-    from tunegen.ops.add_rms_norm import _AddRMSNorm
-
-    with torch.no_grad():
-        dx, dresidual, dw, *none = _AddRMSNorm.backward(context, dy, None)
-    assert [op for op, _ in asked] == ["rms_norm"]
-    assert asked[0][1]["rstd"] is not None, "its kernels may want rstd"
-    assert dx is dresidual
-    assert dw.shape == w.shape
-    assert none == [None, None]
+    monkeypatch.setattr(OP_MODULE, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(dispatch, "choose", lambda key: SimpleNamespace(config="a kernel", saves_rstd=False))
+    monkeypatch.setattr(OP_MODULE, "launch", lambda key, tensors, *_: asked.append((key, tensors)) or True)
+    for given in ((dy, None), (dy, dsum)):
+        leaves = [t.detach().requires_grad_() for t in (x, residual, w)]
+        results = add_rms_norm(*leaves, EPS)
+        torch.autograd.backward(
+            *zip(*((y, g) for y, g in zip(results, given, strict=True) if g is not None), strict=True)
+        )
+    backward = [(key.op, tensors) for key, tensors in asked if key.direction == "backward"]
+    assert [op for op, _ in backward] == ["rms_norm", "add_rms_norm"]
+    assert backward[0][1]["rstd"] is not None, "its kernels may want rstd"
+    assert backward[0][1]["dsum"] is None
+    assert same_bits(backward[1][1]["dsum"], dsum)
 
 
 def test_a_gradient_penalty(place):

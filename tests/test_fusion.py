@@ -201,6 +201,57 @@ def test_recorded_steps_have_the_fused_calls():
         assert counts == [3, 2]
 
 
+HOOKED = {
+    "forward": lambda norm, hook: norm.register_forward_hook(lambda _, args, y: hook(args, y)),
+    "forward pre": lambda norm, hook: norm.register_forward_pre_hook(lambda _, args: hook(args, args)),
+    "backward": lambda norm, hook: norm.register_full_backward_hook(lambda _, dx, dy: hook(dy, dx)),
+    "backward pre": lambda norm, hook: norm.register_full_backward_pre_hook(lambda _, dy: hook(dy, dy)),
+    "all forward": lambda norm, hook: nn.modules.module.register_module_forward_hook(
+        lambda module, args, y: hook(args, y) if module is norm else None
+    ),
+    "all forward pre": lambda norm, hook: nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: hook(args, args) if module is norm else None
+    ),
+    "all backward": lambda norm, hook: nn.modules.module.register_module_full_backward_hook(
+        lambda module, dx, dy: hook(dy, dx) if module is norm else None
+    ),
+    "all backward pre": lambda norm, hook: nn.modules.module.register_module_full_backward_pre_hook(
+        lambda module, dy: hook(dy, dy) if module is norm else None
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(For|Full) backward hook")  # of hooks of all modules, the model among them
+@pytest.mark.parametrize("register", HOOKED.values(), ids=HOOKED)
+def test_a_hook_sees_and_changes_what_it_does_without_fusion(register, calls):
+    model = tiny("qwen3").train()
+
+    def step():
+        """Logits, gradients and what the hook saw, which doubles what it may change."""
+        seen = []
+
+        def hook(given, result):
+            seen.append([t.detach().clone() for t in given])
+            return result * 2 if isinstance(result, torch.Tensor) else tuple(t * 2 for t in result)
+
+        handle = register(model.model.layers[0].post_attention_layernorm, hook)
+        try:
+            logits, grads = gradients(model)
+        finally:
+            handle.remove()
+        return [logits, *grads.values(), *(t for given in seen for t in given)], [len(given) for given in seen]
+
+    tunegen.patch(model)
+    want, shown = step()
+    tunegen.patch(model, fuse_residual=True)
+    got, shown_fused = step()
+    assert shown == shown_fused == [1]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    calls.clear()
+    gradients(model)
+    assert len(calls) == 2, "and without the hook all is as before"
+
+
 @pytest.mark.parametrize("target", ["qwen3", "model"])
 def test_what_cannot_be_fused_is_refused(target):
     if target == "qwen3":

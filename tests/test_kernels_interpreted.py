@@ -24,8 +24,11 @@ from kernel_cases import (
     variants,
 )
 
-from tunegen.model import Config, Problem, Silicon
+from tunegen.compile import load
+from tunegen.layouts import rows_of
+from tunegen.model import RMS_NORM, Config, Problem, Silicon
 from tunegen.ops import op_spec, rms_norm_spec
+from tunegen.render import rendering
 
 pytestmark = pytest.mark.interpreter
 
@@ -154,3 +157,28 @@ def test_parts_past_the_end_of_the_row_do_nothing(template: str, hidden: int) ->
         assert 7 * config.numbers["BLOCK_SIZE"] >= hidden, "every part holds columns: the case tests nothing"
         for variant in variants(narrow, config, CPU, SMS):
             check(narrow, variant, gate_of(narrow, CPU, ALLOWANCE))
+
+
+STORES_OFFSETS = """
+
+@triton.jit
+def store_offsets(offsets_ptr, M, middle, inner, outer_stride, middle_stride, inner_stride):
+    rows = tl.cast(tl.program_id(0), tl.int64) + tl.arange(0, 1)
+    offsets = row_offsets(rows, middle, inner, outer_stride, middle_stride, inner_stride)
+    tl.store(offsets_ptr + rows, tl.cast(offsets, tl.int64), mask=rows < M)
+"""
+
+
+def test_offsets_beyond_32_bits_of_strides_that_are_not() -> None:
+    """Triton hands numbers below 2^31 over in 32 bits: rows of 12.9 GB of fp16, which nobody needs to have."""
+    problem = Problem(RMS_NORM, "forward", 16, 8)
+    config = next(iter(space_of(problem).candidates(problem, SILICON, "single_block")))
+    source = rendering(problem, config, op_spec(RMS_NORM), save_rstd=False, nested=("x",))
+    text = source.text + STORES_OFFSETS
+    kernel = load(replace(source, text=text, digest=f"{source.digest}offsets")).store_offsets
+    shape, strides = (4, 2), (2**31 - 16, 32)
+    nested = rows_of(torch.empty_strided((*shape, 16), (*strides, 1), dtype=torch.float16, device="meta")).nested
+    assert nested is not None
+    offsets = torch.zeros(8, dtype=torch.int64)
+    kernel[(8,)](offsets, 8, *nested[:-1])
+    assert offsets.tolist() == [i * strides[0] + j * strides[1] for i in range(shape[0]) for j in range(shape[1])]

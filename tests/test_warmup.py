@@ -114,6 +114,13 @@ def test_h17_an_invariant_call_is_not_answered_by_torch_under_capture(place, cap
         rms_norm(draw(5, 96, place=place), policy="invariant")
 
 
+def test_h17_what_is_told_of_add_rms_norm_is_nothing_that_warmup_cannot_do(place, capturing, caplog):
+    x, residual = draw(5, 96, place=place), draw(5, 96, seed=1, place=place)
+    tunegen.add_rms_norm(x, residual)
+    (record,) = caplog.records
+    assert "capture of a CUDA graph; run the same call once, before; torch's own" in record.getMessage()
+
+
 # On a GPU. Each test has a width of its own: no other has loaded its kernels.
 
 

@@ -30,6 +30,17 @@ BLOCKS = ("body", "orelse", "finalbody")
 TAKES_RESIDUAL = "_tunegen_takes_residual"
 """Set on a forward of a norm that may be called with x and residual, and then returns y and their sum."""
 
+EXPECTS_RESIDUAL = "_tunegen_expects_residual"
+"""Set on a forward hook that knows calls with x and residual: a norm with any other hook gets none."""
+
+HOOKS_OF_ALL = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+"""What holds the hooks of all modules, in torch.nn.modules.module."""
+
 ADD = "_tunegen_add_then_norm"
 
 
@@ -51,14 +62,22 @@ class Step(NamedTuple):
 
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
-    """`norm` of x + residual, and that sum. In one call where the norm still is a patched one: others may have
-    replaced its forward since."""
+    """`norm` of x + residual, and that sum. In one call where the norm still is a patched one, whose forward others may
+    have replaced since, and no hook is there to see that it was called with two tensors."""
     here = next((vars(norm)[slot] for slot in SLOTS if slot in vars(norm)), None)
-    if not getattr(getattr(here, "__func__", None), TAKES_RESIDUAL, False):
+    if not getattr(getattr(here, "__func__", None), TAKES_RESIDUAL, False) or _is_hooked(norm):
         total = residual + x
         return norm(total), total
     y, total = norm(x, residual)
     return y, total
+
+
+def _is_hooked(norm: nn.Module) -> bool:
+    """Whether hooks run around its forward or backward, others than those that are marked to expect fused calls."""
+    hooks = norm._forward_pre_hooks or norm._backward_pre_hooks or norm._backward_hooks
+    if hooks or any(getattr(nn.modules.module, name) for name in HOOKS_OF_ALL):
+        return True
+    return not all(getattr(hook, EXPECTS_RESIDUAL, False) for hook in norm._forward_hooks.values())
 
 
 def is_layer(module: nn.Module) -> bool:

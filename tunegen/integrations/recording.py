@@ -19,6 +19,7 @@ from ..ops.rms_norm import ADD_RMS_NORM
 from ..recorded import RecordedCall, Recording
 from ..reference import DTYPE_NAMES
 from .forwards import forward_of
+from .fusion import EXPECTS_RESIDUAL
 from .recognition import Contract, is_candidate, recognised
 
 
@@ -94,6 +95,7 @@ def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
             wanted = weight is not None and weight.requires_grad
             y.register_hook(lambda dy: notes.update([_call("backward", meta, other, weight, contract, dy, wanted)]))  # type: ignore[no-untyped-call]
 
+    setattr(after, EXPECTS_RESIDUAL, True)
     return after
 
 

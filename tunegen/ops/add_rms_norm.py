@@ -13,6 +13,7 @@ from ..policies import INVARIANT
 from . import registered
 from . import rms_norm as norm
 from .arguments import check, check_like, check_out, written
+from .memory import check_memory
 from .notes import note_torch
 
 Pair = tuple[Tensor, Tensor]
@@ -55,7 +56,8 @@ def add_rms_norm(
         is that of the sum as it is returned; with `sum_in_fp32`, that takes the rounding for the identity.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `tunegen.rms_norm`, and for a residual that is not like x.
+        TypeError, ValueError, RuntimeError: as `tunegen.rms_norm`, and for a residual that is not like x or for `out`
+            of which both share memory.
 
     The norm is that of Zhang and Sennrich 2019, arXiv:1910.07467; the fusion is known from flash-attn and vLLM.
     """
@@ -82,7 +84,7 @@ def add_rms_norm_(
 
     Raises:
         RuntimeError: a gradient is wanted; call it under torch.no_grad(), or `add_rms_norm`.
-        ValueError: x and residual begin at the same memory: one result would be written over the other.
+        ValueError: x and residual share memory: one result would be written over the other. Or the weight is in them.
     """
     contract = Contract(eps, offset, casting, sum_in_fp32, policy)
     return _into((x, residual), x, residual, weight, contract, ("x", "residual"), "use add_rms_norm")
@@ -137,8 +139,7 @@ def _into(
             raise TypeError(f"out must be a pair of tensors, for y and the sum, got {type(out).__name__}")
         for name, tensor in zip(names, out, strict=True):
             check_out(name, tensor, x, (x, residual, weight), instead)
-        if out[0].numel() and out[0].data_ptr() == out[1].data_ptr():
-            raise ValueError(f"{names[0]} and {names[1]} are the same memory, where two results go; clone one of them")
+        check_memory(dict(zip(names, out, strict=True)), {"x": x, "residual": residual, "weight": weight})
         policy = dispatch.policy_of(contract.policy)
         contract = contract._replace(policy=policy)
         if norm.has_kernels(x, weight, residual, *out) and all(norm.writable(t, policy) for t in out):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..dispatch import LOG, Key
 from ..errors import CapturedError
+from ..model import RMS_NORM
 from ..policies import INVARIANT
 
 _told: set[str] = set()
@@ -18,8 +19,8 @@ def note_torch(policy: str, why: str) -> None:
 def give_way(key: Key, error: CapturedError) -> None:
     """Have torch answer in a captured graph, and say so once for each kind of call; under "invariant" raise the error,
     since torch does not keep that."""
-    told = f"{key.problem().label()}: {error}; call tunegen.warmup({key.hidden}, rows={key.rows}, ...), or run the same"
-    told += " call once, before"
+    warmup = f"call tunegen.warmup({key.hidden}, rows={key.rows}, ...), or " if key.op == RMS_NORM else ""
+    told = f"{key.problem().label()}: {error}; {warmup}run the same call once, before"
     if key.policy == INVARIANT:
         raise CapturedError(told) from error
     _warn(f"{told}; torch's own op is captured instead")

@@ -19,6 +19,7 @@ from . import registered
 from .arguments import bound, check, check_out, written
 from .arguments import has_kernels as has_kernels
 from .arguments import no_kernels_because as no_kernels_because
+from .memory import check_memory
 from .notes import give_way, note_torch
 
 ADD_RMS_NORM = "add_rms_norm"
@@ -54,7 +55,7 @@ def rms_norm(
     Raises:
         TypeError: x, weight or out is no tensor of these dtypes; eps or offset is no Python number.
         ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting or
-            policy.
+            policy; out shares memory with the weight, or with a part of x.
         RuntimeError: out is given where a gradient is wanted.
 
     The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
@@ -95,6 +96,7 @@ def _into(
     if not torch.compiler.is_compiling():
         check(x, weight, eps, offset, casting)
         check_out("out", out, x, (x, weight))
+        check_memory({"out": out}, {"x": x, "weight": weight})
         policy = dispatch.policy_of(policy)
         if has_kernels(x, weight, out) and writable(out, policy):
             _forward(x, weight, eps, offset, casting, False, policy, out)
