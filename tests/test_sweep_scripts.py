@@ -197,5 +197,13 @@ def test_one_gpu_is_held_against_all(small_space, gpu, tmp_path, monkeypatch):
     assert two_gpus.summary([one, both, one, both])["times"] == pytest.approx(1.9, abs=1e-3)
 
 
+def test_gpu_0_is_not_held_against_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["two_gpus.py", "--gpus", "0"])
+    monkeypatch.setattr(two_gpus, "run", None)
+    with pytest.raises(SystemExit, match="2"):
+        two_gpus.main()
+    assert "--gpus: 0 is what it is held against" in capsys.readouterr().err
+
+
 def test_winner_by_hand_is_the_default_of_a_tie():
     assert sweeping.winner([final(DEFAULT, 9.0, True), final(TILES[3], math.inf, False)]).config == DEFAULT
