@@ -91,6 +91,9 @@ def test_guided_sweep_is_held_against_all_candidates(wide_space, gpu, tmp_path):
     whole = exhaustive.summary([found])
     assert (whole["problems"], whole["fewest_timed"]) == (1, found["timed"])
     json.dumps(sweeping.record({"rows": [found], "summary": whole}))
+    stored = json.loads((exhaustive.WIDE.parent / "results" / "h200_exhaustive.json").read_text())
+    assert exhaustive.summary(stored["rows"]) == stored["summary"]
+    assert {frozenset(row) for row in stored["rows"]} == {frozenset(found)}
 
 
 # repeat.py
