@@ -20,7 +20,7 @@ from rivals.show import markdown, remarks
 from rivals.verdicts import LEVEL, LOST, NO_BAND, WON, contest, contests, figure
 from rivals.watch import Found, measured
 
-from tunegen.bench import FINAL_BLOCKS
+from tunegen.bench import FINAL_BLOCKS, steady
 from tunegen.ops import op_spec, row_tensors
 from tunegen.verify import Gate
 
@@ -45,6 +45,17 @@ def test_players_are_timed_side_by_side_in_rounds():
     }
     assert (found["eager"].contract, found["eager"].gate, found["eager"].note) == ("llama", "strict", "by operators")
     assert (found[OURS].contract, found[OURS].note) == ("fp32", "tile")
+
+
+def test_blocks_whose_sentinel_moved_count_for_nobody(monkeypatch):
+    def moved(graphs, blocks):
+        return [steady([n + b for b in range(4)], [10.0, 10.1, 20.0, 9.9], [None] * 4) for n in range(len(graphs))]
+
+    monkeypatch.setattr(fake_norms, "measure", moved)
+    found = session(*ours())
+    assert {name: one.blocks for name, one in found.items()} == {
+        name: (n, n + 1, n + 3) * 2 for n, name in enumerate([COPY, OURS, AGAIN])
+    }
 
 
 def test_rival_that_fails_the_strict_gate_is_timed_and_marked():

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import compress
 from multiprocessing.connection import Connection
 
 import torch
@@ -134,7 +135,11 @@ class Session:
     def _round(self, bench: Bench, graphs: Mapping[str, Timed]) -> dict[str, tuple[float, ...]]:
         self.tell("begin", "", TIMING_SECONDS)
         found = bench.measure(list(graphs.values()), FINAL_BLOCKS)
-        return {name: one.blocks for name, one in zip(graphs, found, strict=True)}
+        # Which blocks are kept is the sentinel's to say, so that it is the same ones for all.
+        return {
+            name: tuple(compress(one.blocks, one.kept)) if one.kept else one.blocks
+            for name, one in zip(graphs, found, strict=True)
+        }
 
     def _judged(self, player: Player, outcome: Outcome) -> Outcome:
         """The verdict under the first contract whose strict gate is passed, else under the first."""
