@@ -57,8 +57,8 @@ def states(db: Path, problem: Problem) -> dict[str, int]:
 def compared(
     problem: Problem, whole: SweepResult, guided: SweepResult, screened: Sequence[Candidate]
 ) -> dict[str, Any]:
-    """The guided winner beside the best of all. `within` is the smaller of two ratios minus 1: of the finals' scores,
-    which are two processes' with buffers of their own, and of the scores in the unlimited sweep, which are one's."""
+    """The guided winner beside the best of all. `score_ratio_of_finals` is of two processes' scores, each with buffers
+    of its own; `score_ratio_in_one_database` is of scores in the unlimited sweep, where both were timed by one."""
     all_finals, guided_finals = finals_of(whole, problem), finals_of(guided, problem)
     best, won = winner(all_finals), winner(guided_finals)
     by_config: dict[Config, float] = {t.config: score(t) for t in all_finals}
@@ -104,6 +104,7 @@ def measure(
         "timed": len(measured[problem]),
         "budget_of_guided": budget,
         "seconds": {"all": round(whole_seconds, 1), "guided": round(guided_seconds, 1)},
+        "spent": whole.seconds,
         **compared(problem, whole, guided, measured[problem]),
         "replays": replays,
         "cost_model": groups,

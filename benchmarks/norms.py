@@ -6,9 +6,10 @@
 
 A cell is (op, rows, hidden, direction, dtype); `cells` lists them. Each is measured in a process of its own by the
 protocol of a sweep (`tunegen/bench.py`): all players are captured as graphs over the same rotated inputs and replayed
-in interleaved blocks, their order rotated, in rounds on new buffers each. Ours is measured twice: what it differs from
-itself by is the band. Shares are of the speed of `copy_` by the bytes that a call must move: forward 2 tensors,
-backward 3, with the addition 4. Backward is dx and dw.
+in interleaved blocks, their order rotated, in rounds on new buffers each; blocks whose sentinel moved count for nobody.
+Ours is measured twice: what it differs from itself by is the band. Shares are of the speed of `copy_` by the bytes that
+a call must move: forward 2 tensors, backward 3, with the addition 4. Backward is dx and dw; with the addition it starts
+from the sum.
 
 Outputs are held to the gate of a sweep at the cell's row count, under the contract that the player documents. If ours
 fails it the run ends. A rival that fails it is timed and marked; see `WRONG` in `rivals/session.py`. What is not

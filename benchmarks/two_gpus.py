@@ -65,12 +65,19 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"trials_per_second": rates, "times": round(every / one, 3)}
 
 
+def others(text: str) -> str:
+    """What `--gpus` takes: anything but GPU 0 alone, which it is held against."""
+    if text.strip() == "0":
+        raise argparse.ArgumentTypeError("0 is what it is held against: name other GPUs too, or all")
+    return text
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", nargs="+", default=["4096", "5120"])
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--gpus", default="all", help="what is held against GPU 0")
+    parser.add_argument("--gpus", type=others, default="all", help="what is held against GPU 0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     arguments = [part for width in options.hidden for part in ("--hidden", width)]

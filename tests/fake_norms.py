@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from rivals import natives
 from rivals.calls import form_of
 from rivals.cells import Cell
-from rivals.fused_add import spec_of
 from rivals.players import AGAIN, OURS, Player
+
+from tunegen.ops import op_spec
 
 CELL = Cell("rms_norm", 16, 32, "forward", "bf16")
 FACTS = {"gpu": "none", "driver": "580", "torch": "2.14", "triton": "3.8"}
@@ -41,7 +42,7 @@ class FakeLab:
         return "tile" if player.is_ours else ""
 
     def bench(self, warm_up=0.2):
-        spec = spec_of(self.cell)
+        spec = op_spec(self.cell.op)
         tensors = spec.inputs(self.problem, self.device, self.benches)
         for name, shape in spec.tensors(self.problem).items():
             if shape.role == "output":

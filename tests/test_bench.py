@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -64,6 +65,34 @@ def test_score_survives_a_slower_clock():
 def test_blocks_must_pair():
     with pytest.raises(ValueError, match="shorter"):
         summarize([8.0, 8.0], [10.0])
+
+
+class BrokenGraph:
+    """As torch's behaves once a call has broken the capture."""
+
+    def capture_begin(self):
+        pass
+
+    def capture_end(self):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_error_of_a_call_is_not_hidden_by_that_of_ending_its_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenGraph)
+    bench = Bench.__new__(Bench)
+    bench.stream, bench.sets, bench.calls = None, 1, 1
+    called = []
+
+    def call(i):
+        called.append(i)
+        if len(called) > 1:
+            raise ValueError("the candidate's own")
+
+    with pytest.raises(ValueError, match="the candidate's own"):
+        bench.capture(call)
+    with pytest.raises(RuntimeError, match="previous error"):
+        bench.capture(lambda i: None)
 
 
 class Fixed(Bench):

@@ -23,7 +23,7 @@ LAYERS = {
         "compile launch lookup dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
         "ops.add_rms_norm ops.rms_norm_module explanation warming"
     ),
-    "judging": "ulps fused verify sensors ties bench estimate",
+    "judging": "ulps gate_kernels verify sensors ties bench estimate",
     "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
     "telling": "report step_report progress",
     "integrations": (
@@ -46,7 +46,7 @@ STARTED = {("worker", "serving")}
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
     "layouts reference ops.rms_norm_spec ops.add_rms_norm_spec launch dispatch ops.arguments ops.memory ops.registered "
-    "ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation warming ulps fused verify sensors bench "
+    "ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation warming ulps gate_kernels verify sensors bench "
     "evaluate serving integrations.recognition integrations.architectures integrations.eager_backward "
     "integrations.hub_kernels integrations.forwards integrations.fusion integrations.patching "
     "integrations.recording gates.checks "
@@ -61,7 +61,7 @@ HEAVY = {
     "sqlite3": "lookup records liveness store",
     "click": "cli cli_options commands single gates.command",
     "rich": "cli_options commands single progress report gates.command",
-    "triton": "fused",
+    "triton": "gate_kernels",
     "transformers": "",
     "matplotlib": "",
     "platformdirs": "",

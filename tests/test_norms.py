@@ -13,7 +13,6 @@ import torch
 from fake_norms import CELL, FACTS, FakeLab, ours, player
 from rivals import natives, players
 from rivals.cells import CELLS, QUICK, Cell, chosen
-from rivals.fused_add import spec_of
 from rivals.players import AGAIN, COPY, DEFAULT, OURS, PLAYERS, playing
 from rivals.rows import NOT_MEASURED, OK, REFUSED, Outcome, Row, Stamp, append, missing, read
 from rivals.session import Session, outputs_of, runner
@@ -21,7 +20,8 @@ from rivals.show import markdown, remarks
 from rivals.verdicts import LEVEL, LOST, NO_BAND, WON, contest, contests, figure
 from rivals.watch import Found, measured
 
-from tunegen.bench import FINAL_BLOCKS
+from tunegen.bench import FINAL_BLOCKS, steady
+from tunegen.ops import op_spec, row_tensors
 from tunegen.verify import Gate
 
 STAMP = Stamp("first", "s1", "2026-11-30", "abc", "python norms.py", "H200", "580", "2.11", "3.6")
@@ -45,6 +45,17 @@ def test_players_are_timed_side_by_side_in_rounds():
     }
     assert (found["eager"].contract, found["eager"].gate, found["eager"].note) == ("llama", "strict", "by operators")
     assert (found[OURS].contract, found[OURS].note) == ("fp32", "tile")
+
+
+def test_blocks_whose_sentinel_moved_count_for_nobody(monkeypatch):
+    def moved(graphs, blocks):
+        return [steady([n + b for b in range(4)], [10.0, 10.1, 20.0, 9.9], [None] * 4) for n in range(len(graphs))]
+
+    monkeypatch.setattr(fake_norms, "measure", moved)
+    found = session(*ours())
+    assert {name: one.blocks for name, one in found.items()} == {
+        name: (n, n + 1, n + 3) * 2 for n, name in enumerate([COPY, OURS, AGAIN])
+    }
 
 
 def test_rival_that_fails_the_strict_gate_is_timed_and_marked():
@@ -99,19 +110,29 @@ def test_process_that_does_not_come_up_leaves_everybody_without_a_time():
     assert [one.player for one in found.outcomes] == [OURS, AGAIN]
 
 
+@pytest.mark.parametrize("form", [natives.ours_add, natives.functional_add])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_fused_addition_of_torch_passes_its_gate(direction):
+def test_fused_addition_passes_its_gate(direction, form):
     cell = Cell("add_rms_norm", 16, 32, direction, "fp32")
-    gate = Gate(spec_of(cell), cell.problem(), torch.device("cpu"))
-    assert gate.check(runner(natives.functional_add(cell), ()), outputs_of(cell)).ok
+    gate = Gate(op_spec(cell.op), cell.problem(), torch.device("cpu"))
+    assert gate.check(runner(form(cell), ()), outputs_of(cell)).ok
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_streams_of_a_cell_are_those_of_the_op(op, direction):
+    cell = Cell(op, 16, 32, direction, "bf16")
+    reads, writes = row_tensors(op_spec(op), cell.problem())
+    assert len(reads) + len(writes) == cell.streams
+    assert op_spec(op).bytes_moved(cell.problem()) == cell.bytes_moved
 
 
 def test_fused_addition_without_the_gradient_of_the_sum_is_rejected():
     cell = Cell("add_rms_norm", 16, 32, "backward", "fp32")
-    gate = Gate(spec_of(cell), cell.problem(), torch.device("cpu"))
+    gate = Gate(op_spec(cell.op), cell.problem(), torch.device("cpu"))
 
     def without(tensors):
-        return natives.functional_add(cell)({**tensors, "ds": torch.zeros_like(tensors["ds"])})
+        return natives.functional_add(cell)({**tensors, "dsum": torch.zeros_like(tensors["dsum"])})
 
     assert not gate.check(runner(without, ()), outputs_of(cell)).ok
 

@@ -19,7 +19,7 @@ import pytest
 from sqlite_utils import Database, Migrations
 from stored import nobody
 
-from tunegen import migrations
+from tunegen import liveness, migrations
 from tunegen.errors import StoreError
 from tunegen.model import Conditions, Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
 from tunegen.silicon import of_arch
@@ -702,6 +702,62 @@ def test_databases_of_other_programs_and_of_later_versions_are_left_alone(tmp_pa
             with pytest.raises(StoreError, match=message):
                 opener(path)
     assert (other.read_bytes(), later.read_bytes()) == before
+
+
+def of_schema(path, step):
+    """A database as it was before that step."""
+    database = Database(path)
+    migrations.migrations.apply(database, stop_before=step)
+    database.conn.commit()
+    return database.conn
+
+
+RUNNING = "INSERT INTO sweeps VALUES (NULL, 1, ?, NULL, 'running', '{}', ?, ?, ?, '', '', '', '', 0)"
+
+
+@pytest.mark.parametrize(
+    ("host", "started", "process", "refused"),
+    [
+        ("here", "2026-01-01", "own", True),
+        ("here", "2026-01-01", "of an earlier one with its pid", False),
+        ("elsewhere", "9999-01-01", "1", True),
+        ("elsewhere", "2026-01-01", "1", False),
+    ],
+)
+def test_older_schema_is_not_upgraded_under_a_running_sweep(tmp_path, host, started, process, refused):
+    """It upserts by the key that it knows."""
+    path, pid = tmp_path / "tune.db", os.getppid()
+    host = platform.node() if host == "here" else host
+    connection = of_schema(path, "m004_sum")
+    connection.execute("INSERT INTO silicon VALUES (1, 'H', 90, 132, 1, 1, 1, 1, 1)")
+    connection.execute(RUNNING, (started, host, pid, liveness.process_identity(pid) if process == "own" else process))
+    connection.commit()
+    if refused:
+        with pytest.raises(StoreError, match=rf"sweep 1 still runs \(pid {pid} on {host}\).*wait.*TUNEGEN_DB"):
+            Store.open(path)
+        connection.execute("SELECT 1 FROM trials ORDER BY id").fetchall()
+        assert "sum_in_fp32" not in {row[1] for row in connection.execute("PRAGMA table_info(trials)")}
+        connection.execute("UPDATE sweeps SET state = 'finished'")
+        connection.commit()
+    connection.close()
+    Store.open(path).close()
+    with Store.read(path) as opened:
+        assert opened.trials() == []
+
+
+def test_own_sweep_and_a_file_that_is_up_to_date_are_no_obstacle(tmp_path):
+    path = tmp_path / "tune.db"
+    connection = of_schema(path, "m004_sum")
+    connection.execute("INSERT INTO silicon VALUES (1, 'H', 90, 132, 1, 1, 1, 1, 1)")
+    own = ("2026-01-01", platform.node(), os.getpid(), liveness.process_identity(os.getpid()))
+    connection.execute(RUNNING, own)
+    connection.commit()
+    Store.open(path).close()
+    pid = os.getppid()
+    connection.execute(RUNNING, ("2026-01-01", platform.node(), pid, liveness.process_identity(pid)))
+    connection.commit()
+    connection.close()
+    Store.open(path).close()
 
 
 def test_an_empty_file_becomes_a_database(tmp_path):

@@ -261,6 +261,16 @@ def test_layouts_of_finalists_compile_ahead_of_the_finals(bench):
     assert sorted(bench.gpu.lines("layouts")) == sorted(finalists)
 
 
+def test_nothing_nested_is_compiled_for_an_op_that_has_no_such_layouts(bench):
+    for place, file in (("search_spaces", "{}.yaml"), ("templates", "{}")):
+        source, copy = (bench.package / place / file.format(op) for op in ("rms_norm", "add_rms_norm"))
+        copy.symlink_to(source)
+    problem = replace(PROBLEM, op="add_rms_norm")
+    assert op_spec(problem.op).nestable(problem) == []
+    assert len(bench.sweep([problem]).finals) > 1
+    assert bench.gpu.lines("layouts") == []
+
+
 # Candidates that fail
 
 

@@ -91,6 +91,9 @@ def test_guided_sweep_is_held_against_all_candidates(wide_space, gpu, tmp_path):
     whole = exhaustive.summary([found])
     assert (whole["problems"], whole["fewest_timed"]) == (1, found["timed"])
     json.dumps(sweeping.record({"rows": [found], "summary": whole}))
+    stored = json.loads((exhaustive.WIDE.parent / "results" / "h200_exhaustive.json").read_text())
+    assert exhaustive.summary(stored["rows"]) == stored["summary"]
+    assert {frozenset(row) for row in stored["rows"]} == {frozenset(found)}
 
 
 # repeat.py
@@ -195,6 +198,14 @@ def test_one_gpu_is_held_against_all(small_space, gpu, tmp_path, monkeypatch):
     assert one["spent"].startswith("Spent")
     both = {**one, "gpus": "all", "trials_per_second": 1.9 * one["trials_per_second"]}
     assert two_gpus.summary([one, both, one, both])["times"] == pytest.approx(1.9, abs=1e-3)
+
+
+def test_gpu_0_is_not_held_against_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["two_gpus.py", "--gpus", "0"])
+    monkeypatch.setattr(two_gpus, "run", None)
+    with pytest.raises(SystemExit, match="2"):
+        two_gpus.main()
+    assert "--gpus: 0 is what it is held against" in capsys.readouterr().err
 
 
 def test_winner_by_hand_is_the_default_of_a_tie():

@@ -19,6 +19,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -162,8 +163,11 @@ class Bench:
             try:
                 for i in range(self.calls):
                     call(i % self.sets)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # else an error of the broken capture would hide the candidate's own
+                    graph.capture_end()
+                raise
+            graph.capture_end()
             graph.replay()
         return Timed(graph, self.calls, call)
 
@@ -201,7 +205,7 @@ class Bench:
 
     def screen(self, candidate: Timed, best: Timed | None) -> Screened:
         """Time one candidate beside the best so far, if there is one yet."""
-        rivals = [candidate, best or candidate, self.sentinel] if best else [candidate, self.sentinel]
+        rivals = [candidate, best, self.sentinel] if best else [candidate, self.sentinel]
         times, conditions = self.replay(rivals, FIRST_BLOCKS if best else SCREEN_BLOCKS)
         if best and not has_lost(times[0], times[1]):
             more, after = self.replay(rivals, SCREEN_BLOCKS - FIRST_BLOCKS)

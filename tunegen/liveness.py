@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from .errors import StoreError
 from .records import now
 
 SILENCE = timedelta(days=1)
@@ -33,12 +34,26 @@ def process_identity(pid: int) -> str:
 def mark_interrupted(connection: sqlite3.Connection) -> None:
     """Within a transaction: sweeps of this host whose process has ended become `interrupted`, and those of others that
     have been silent for long."""
-    silent = (datetime.now(timezone.utc) - SILENCE).isoformat(timespec="seconds")
-    for sweep_id, host, pid, process, latest, started in connection.execute(_RUNNING).fetchall():
-        if host == platform.node():
-            ended = process_identity(pid) not in (process, "alive")
-        else:
-            ended = str(latest or started) < silent
-        if ended:
+    for sweep_id, *known in connection.execute(_RUNNING).fetchall():
+        if _has_ended(*known):
             sql = "UPDATE sweeps SET state = 'interrupted', finished = ? WHERE id = ?"
             connection.execute(sql, (now(), sweep_id))
+
+
+def refuse_while_swept(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise StoreError while a sweep of another process runs, which knows the schema that it began with and no later
+    one; a file without tables has none."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'sweeps'").fetchone():
+        return
+    for sweep_id, host, pid, *known in connection.execute(_RUNNING).fetchall():
+        if (host, pid) != (platform.node(), os.getpid()) and not _has_ended(host, pid, *known):
+            raise StoreError(
+                f"{path} was written by an older tunegen, of which sweep {sweep_id} still runs (pid {pid} on {host}) "
+                "and would fail after an upgrade: wait until it has ended, or set TUNEGEN_DB to another file"
+            )
+
+
+def _has_ended(host: str, pid: int, process: str, latest: str | None, started: str) -> bool:
+    if host == platform.node():
+        return process_identity(pid) not in (process, "alive")
+    return str(latest or started) < (datetime.now(timezone.utc) - SILENCE).isoformat(timespec="seconds")

@@ -1,7 +1,8 @@
 """What the running program reads from the database: one short read-only query when the dispatcher misses.
 
-Nothing here may fail a caller. A database that is busy, missing, unreadable or of another schema is a miss; a damaged
-one is moved aside, named in one warning, and a miss. Nothing read is executed, and each row is checked.
+Nothing here may fail a caller. A database that is busy, missing, unreadable or of another schema is a miss; one of an
+older schema is named in one warning, a damaged one too and moved aside. Nothing read is executed, and each row is
+checked.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], q
     except sqlite3.Error as error:
         if _is_damage(error):
             _set_aside(path, error)
+        elif "no such column" in str(error):
+            _warn_once(path, "database %s is of an older tunegen and not used: run `tunegen sweep`", path)
         else:
             logger.debug("database %s not used: %s", path, error)
         return []
@@ -149,11 +152,16 @@ def _set_aside(path: Path, error: sqlite3.Error) -> None:
     except BlockingIOError:
         return  # another process is moving it
     except (OSError, ImportError) as obstacle:
-        if str(path) not in _warned:
-            _warned.add(str(path))
-            logger.warning("database %s is damaged (%s) and cannot be moved aside (%s)", path, error, obstacle)
+        _warn_once(path, "database %s is damaged (%s) and cannot be moved aside (%s)", path, error, obstacle)
         return
     logger.warning("database %s is damaged (%s): moved to %s, default choices are used", path, error, aside)
+
+
+def _warn_once(path: Path, text: str, *values: object) -> None:
+    """The first time that there is something to say of this file, in one process."""
+    if str(path) not in _warned:
+        _warned.add(str(path))
+        logger.warning(text, *values)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from sqlite_utils import Database
 from . import migrations as schema
 from . import records
 from .errors import StoreError
-from .liveness import mark_interrupted, process_identity
+from .liveness import mark_interrupted, process_identity, refuse_while_swept
 from .model import Problem, Silicon, Trial
 from .records import StoredTrial
 
@@ -58,8 +58,8 @@ class Store:
     def open(cls, path: Path) -> Store:
         """Open for writing; creates the file and its folder, and brings an older schema up to date.
 
-        Raises StoreError when the path is no file, cannot be created or written, or is no database of tunegen's, which
-        is then left as it is.
+        Raises StoreError when the path is no file, cannot be created or written, is no database of tunegen's, or is of
+        an older schema that a running sweep still writes; it is then left as it is.
         """
         path = Path(path).expanduser().absolute()
         _check_place(path)
@@ -272,7 +272,9 @@ class Store:
     def _migrate(self) -> None:
         if self._pending():
             with self._writing() as connection:
-                schema.migrations.apply(Database(connection, recursive_triggers=False, execute_plugins=False))
+                if self._pending():  # else another process has done it meanwhile
+                    refuse_while_swept(connection, self.path)
+                    schema.migrations.apply(Database(connection, recursive_triggers=False, execute_plugins=False))
 
 
 def _check_place(path: Path) -> None:

@@ -209,7 +209,7 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
         batch = following
     finalists = shortlist(list(done.values()), load_space(problem.op).default(problem, context.silicon))
     timed = {trial.config for trial in standing if trial.stage == "final"}
-    if not {trial.config for trial in finalists} <= timed:
+    if op_spec(problem.op).nestable(problem) and not {trial.config for trial in finalists} <= timed:
         # What they are verified with in the finals beside what was screened: the measuring process would compile it.
         templated = [trial.config for trial in finalists if trial.config != TORCH]
         context.pool.begin(replace(problem, layout="nested"), templated)

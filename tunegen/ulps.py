@@ -1,6 +1,6 @@
 """What verification asks of the buffers of a candidate, answered in numbers: how many ulp an output is off, whether two
-tensors are the same, whether a guard is whole. Here in torch operators, for any device, and the reference of `fused`,
-which answers the same on a GPU in one kernel a question.
+tensors are the same, whether a guard is whole. Here in torch operators, for any device, and the reference of
+`gate_kernels`, which answers the same on a GPU in one kernel a question.
 
 The numbers of all questions are read at once, in `read`: on a GPU every reading waits for it.
 """

@@ -156,10 +156,10 @@ class Gate:
     def _findings(self) -> Findings:
         if self.device.type != "cuda":
             return Plain()
-        from .fused import Fused
+        from .gate_kernels import InKernels
 
         questions = 2 * len(self.spec.tensors(self.cases[0][0]))
-        return Fused(self.device, questions * len(self.cases))
+        return InKernels(self.device, questions * len(self.cases))
 
     def _guard(self, shape: Shape, value: float) -> Tensor:
         """One element of guard in the dtype of a tensor, made once."""

@@ -18,12 +18,12 @@ Form = Callable[[Mapping[str, Tensor]], Callable[[], dict[str, Tensor]]]
 """Binds tensors; what it returns computes the outputs by name."""
 
 OPERANDS = {NORM: ("x", "w"), ADD_NORM: ("x", "residual", "w")}
-OUTPUTS = {NORM: ("y",), ADD_NORM: ("y", "s")}
+OUTPUTS = {NORM: ("y",), ADD_NORM: ("y", "sum")}
 
 
 def form_of(cell: Cell, norm: Norm) -> Form:
     """Forward as in inference: no gradient is wanted. Backward through autograd, the forward pass when the tensors are
-    bound."""
+    bound; that of the addition is given the sum as x, so that zeros are added."""
     operands, outputs = OPERANDS[cell.op], OUTPUTS[cell.op]
 
     def forward(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
@@ -36,7 +36,9 @@ def form_of(cell: Cell, norm: Norm) -> Form:
         return run
 
     def backward(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        wanted = {f"d{name}": tensors[name].detach().requires_grad_() for name in operands}
+        zeros = {"residual": torch.zeros_like(tensors["x"])} if cell.op == ADD_NORM else {}
+        given = {**zeros, **tensors}
+        wanted = {f"d{name}": given[name].detach().requires_grad_() for name in operands}
         found = _several(norm(*wanted.values()))
         gradients = [tensors[f"d{name}"] for name in outputs]
 

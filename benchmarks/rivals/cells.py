@@ -48,7 +48,6 @@ class Cell(NamedTuple):
             self.dtype,
             self.dtype,
             weight_grad=self.direction == "backward",
-            residual=self.op == ADD_NORM,
         )
 
     def label(self) -> str:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import compress
 from multiprocessing.connection import Connection
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor
 from tunegen.bench import FINAL_BLOCKS, WARM_UP_SECONDS, Bench, Timed
 from tunegen.compile import first_line
 from tunegen.model import Problem
+from tunegen.ops import op_spec
 from tunegen.pool import follow_parent
 from tunegen.verify import Gate, Runner, Verdict
 
 from .calls import Form, calls_of, with_own
 from .cells import Cell
-from .fused_add import spec_of
 from .natives import choice_of
 from .players import COPY, Player
 from .rows import NOT_MEASURED, OK, REFUSED, Outcome
@@ -56,7 +57,7 @@ class Lab:
         """The protocol of a sweep, on new buffers."""
         torch.cuda.empty_cache()
         silicon = self.silicon
-        return Bench(spec_of(self.cell), self.problem, self.device, silicon.l2_bytes, silicon.sms, warm_up=warm_up)
+        return Bench(op_spec(self.cell.op), self.problem, self.device, silicon.l2_bytes, silicon.sms, warm_up=warm_up)
 
     def settle(self) -> None:
         """Raise what the GPU has to say by now."""
@@ -134,7 +135,11 @@ class Session:
     def _round(self, bench: Bench, graphs: Mapping[str, Timed]) -> dict[str, tuple[float, ...]]:
         self.tell("begin", "", TIMING_SECONDS)
         found = bench.measure(list(graphs.values()), FINAL_BLOCKS)
-        return {name: one.blocks for name, one in zip(graphs, found, strict=True)}
+        # Which blocks are kept is the sentinel's to say, so that it is the same ones for all.
+        return {
+            name: tuple(compress(one.blocks, one.kept)) if one.kept else one.blocks
+            for name, one in zip(graphs, found, strict=True)
+        }
 
     def _judged(self, player: Player, outcome: Outcome) -> Outcome:
         """The verdict under the first contract whose strict gate is passed, else under the first."""
@@ -158,7 +163,7 @@ class Session:
         """At the cell's own row count: a library that compiles or searches for each shape would do it thrice."""
         if contract not in self.gates:
             problem = replace(self.lab.problem, casting=contract)
-            gate = Gate(spec_of(self.lab.cell), problem, self.lab.device)
+            gate = Gate(op_spec(self.lab.cell.op), problem, self.lab.device)
             gate.cases = [case for case in gate.cases if case[0].rows == problem.rows]
             self.gates[contract] = gate
         return self.gates[contract]
@@ -172,7 +177,7 @@ def copied(bench: Bench, i: int) -> None:
 
 def outputs_of(cell: Cell) -> frozenset[str]:
     """What is checked; rstd never leaves an op."""
-    tensors = spec_of(cell).tensors(cell.problem())
+    tensors = op_spec(cell.op).tensors(cell.problem())
     return frozenset(name for name, shape in tensors.items() if shape.role == "output") - {"rstd"}
 
 

@@ -83,7 +83,7 @@ def deviates(
     tl.store(found_ptr + 2, 1.0, mask=tl.max(tl.max(nan.to(tl.int32), 1), 0) != 0)
 
 
-class Fused:
+class InKernels:
     """`ulps.Findings` in kernels, for at most `room` questions."""
 
     def __init__(self, device: torch.device, room: int) -> None:

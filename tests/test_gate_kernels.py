@@ -1,4 +1,4 @@
-"""The fused judge against torch's formula, on the same tensors: every kind of output, and numbers that are none."""
+"""The gate's kernels against torch's formula, on the same tensors: every kind of output, and numbers that are none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ place = places("interpreter", "cuda")
 ROWS, WIDTH = 5, 300
 
 
-def fused(device, room=4):
+def in_kernels(device, room=4):
     """Imported late: Triton reads TRITON_INTERPRET then."""
-    from tunegen.fused import Fused
+    from tunegen.gate_kernels import InKernels
 
-    return Fused(device, room)
+    return InKernels(device, room)
 
 
 def output(dtype, shape=(ROWS, WIDTH), seed=0, device="cpu"):
@@ -38,7 +38,7 @@ def assert_alike(got, want, dtype):
     """Exactly the same largest error; the sum in another order."""
     want = scaled(want)
     numbers = []
-    for findings in (Plain(), fused(got.device)):
+    for findings in (Plain(), in_kernels(got.device)):
         findings.deviation(got, want, dtype)
         numbers.append(findings.read()[0])
     plain, found = numbers
@@ -136,16 +136,16 @@ def test_guards_and_inputs_bit_by_bit(place, dtype):
             buffer = torch.full((5000,), guard, dtype=DTYPES[dtype], device=device)
             if changed is not None:
                 buffer[changed] = 7.0
-            found = [answer(findings, "guards", buffer, width, one) for findings in (Plain(), fused(device))]
+            found = [answer(findings, "guards", buffer, width, one) for findings in (Plain(), in_kernels(device))]
             assert found == [Found(0.0 if whole else 1.0)] * 2
     one, other = (
         torch.zeros(5000, dtype=DTYPES[dtype], device=device),
         torch.zeros(5000, dtype=DTYPES[dtype], device=device),
     )
     one[9] = other[9] = math.nan
-    assert [answer(findings, "same", one, other) for findings in (Plain(), fused(device))] == [Found(0.0)] * 2
+    assert [answer(findings, "same", one, other) for findings in (Plain(), in_kernels(device))] == [Found(0.0)] * 2
     one[-1] = -0.0
-    assert [answer(findings, "same", one, other) for findings in (Plain(), fused(device))] == [Found(1.0)] * 2
+    assert [answer(findings, "same", one, other) for findings in (Plain(), in_kernels(device))] == [Found(1.0)] * 2
 
 
 def answer(findings, question, *given):
@@ -155,7 +155,7 @@ def answer(findings, question, *given):
 
 def test_answers_come_in_the_order_of_the_questions(place):
     got, want = output("fp32", device=place.device)
-    findings = fused(place.device, 3)
+    findings = in_kernels(place.device, 3)
     findings.same(got, got)
     findings.deviation(got, scaled(Expected(want)), "fp32")
     findings.same(got, got + 1)
@@ -171,7 +171,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tunegen import fused as kernels
+    from tunegen import gate_kernels as kernels
 
     def compiled(kernel, types, fixed):
         signature = {name: "constexpr" if name in fixed else types.get(name, "i64") for name in kernel.arg_names}
