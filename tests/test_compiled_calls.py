@@ -11,6 +11,9 @@ import tunegen
 from tunegen import dispatch, rms_norm
 from tunegen.ops import registered
 
+# Of torch 2.11, as its compiler loads.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+
 BACKENDS = ("aot_eager", "inductor")
 WHERE = [pytest.param(Place(name), marks=MARKS[name], id=name) for name in ("cpu", "cuda")]
 HIDDEN = 48
