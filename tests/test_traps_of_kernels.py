@@ -126,9 +126,9 @@ def rendered(template):
     """One rendering of `<op>/<direction>_<family>`."""
     op, _, name = template.partition("/")
     direction, family = name.split("_", 1)
-    rstd = {"RSTD": "saved"} if direction == "backward" else {}
+    words = {"RSTD": "saved", "PDL": "off"} if direction == "backward" else {}
     problem = replace(FORWARD if direction == "forward" else BACKWARD, op=op)
-    return render(op, name, op_spec(op).flags(problem, Config.of(family, rstd))[0])
+    return render(op, name, op_spec(op).flags(problem, Config.of(family, words))[0])
 
 
 @pytest.mark.gpu
