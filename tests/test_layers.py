@@ -18,7 +18,7 @@ LAYERS = {
     "inputs": (
         "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
-    "making": "render migrations records liveness store exporting exported importing sampler",
+    "making": "render migrations records liveness store exporting exported importing defaults sampler",
     "running": (
         "compile launch lookup dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
         "ops.add_rms_norm ops.rms_norm_module explanation warming"
