@@ -234,7 +234,9 @@ def _entry(space: SearchSpace, section: Section, which: str) -> list[str]:
         *(f"{k}: {v}" for k, v in section.choice.parameters),
     ]
     comment = [f"      # {line}" for line in textwrap.wrap(", ".join(shares), WIDTH - 8)]
-    body = textwrap.wrap("{" + ", ".join(parts) + "}", WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    # No line ends inside a part.
+    whole = "{" + ", ".join(part.replace(" ", "\u00a0") for part in parts) + "}"
+    body = [line.replace("\u00a0", " ") for line in textwrap.wrap(whole, WIDTH - 8, break_on_hyphens=False)]
     return [*comment, f"      - {body[0]}", *(f"         {line}" for line in body[1:])]
 
 

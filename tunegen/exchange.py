@@ -40,7 +40,8 @@ def export_command(file: Path | None, defaults: bool, arch: str | None, db: Path
             click.echo(_defaults(store, arch, filters), nl=False)
             return
         counts = export(store, file, filters)
-    click.echo(f"{file}: {counts['trial']} trials of {counts['sweep']} sweeps on {counts['silicon']} GPUs, from {db}")
+    told = f"{counts['trial']} trials; sweeps: {counts['sweep']}, GPUs: {counts['silicon']}"
+    click.echo(f"{file}: {told}")
 
 
 def _defaults(store: Store, arch: str | None, filters: dict[str, Any]) -> str:
