@@ -18,7 +18,7 @@ LAYERS = {
     "inputs": (
         "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
-    "making": "render migrations records liveness store sampler",
+    "making": "render migrations records liveness store exporting exported importing defaults sampler",
     "running": (
         "compile launch lookup dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
         "ops.add_rms_norm ops.rms_norm_module explanation warming"
@@ -35,7 +35,7 @@ LAYERS = {
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
         "gates.plot gates.run gates.record gates.command"
     ),
-    "edge": "cli_options commands single rendered cli",
+    "edge": "cli_options commands single rendered exchange cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
@@ -58,8 +58,8 @@ HEAVY = {
     "jinja2": "render",
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
-    "sqlite3": "lookup records liveness store",
-    "click": "cli cli_options commands single gates.command",
+    "sqlite3": "lookup records liveness store importing",
+    "click": "cli cli_options commands single exchange gates.command",
     "rich": "cli_options commands single progress report gates.command",
     "triton": "gate_kernels",
     "transformers": "",

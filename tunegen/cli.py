@@ -14,6 +14,7 @@ from .cli_options import (
     console_for,
     db_option,
     dtypes,
+    filter_options,
     frozen_option,
     json_option,
     numbers,
@@ -26,13 +27,13 @@ from .cli_options import (
     problem_options,
     recorded,
     rows_to_sweep,
-    size,
     sum_option,
     weight_option,
 )
 from .errors import TunegenError
+from .exchange import export_command, import_command
 from .expressions import Rule
-from .model import CASTINGS, DIRECTIONS, TrialState
+from .model import CASTINGS, DIRECTIONS
 from .ops import OPS
 from .space import load_space
 
@@ -129,14 +130,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 
 @main.command()
 @click.argument("what", type=click.Choice(["winners", "trials"]), default="winners")
-@click.option("--hidden", type=size, help="Only this width.")
-@click.option("--rows", type=size, help="Only this row count.")
-@click.option("--direction", type=click.Choice(DIRECTIONS), help="Only this direction.")
-@click.option("--dtype", type=dtypes, help="Only this dtype of x.")
-@click.option("--op", type=click.Choice(list(OPS)), help="Only this operator.")
-@click.option("--family", help="Only this algorithm.")
-@click.option("--state", type=click.Choice([s.value for s in TrialState]), help="Only trials that ended so.")
-@click.option("--kind", type=click.Choice(["measured", "estimated", "baseline"]), help="Only results of this kind.")
+@filter_options
 @db_option
 @json_option
 def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
@@ -146,8 +140,7 @@ def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
     """
     from .commands import show_rows
 
-    filters["x_dtype"] = filters.pop("dtype")
-    show_rows(what, db, None if as_json else console_for(), {k: v for k, v in filters.items() if v is not None})
+    show_rows(what, db, None if as_json else console_for(), filters)
 
 
 @main.command()
@@ -276,6 +269,9 @@ def gate(ctx: click.Context, /, **options: Any) -> None:
 
     ctx.exit(0 if run_gate(console_for(options["as_json"]), __version__, **options) else 1)
 
+
+main.add_command(export_command)
+main.add_command(import_command)
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from . import paths
-from .model import CASTINGS, DTYPE_BYTES, RMS_NORM, Problem, Value
+from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, RMS_NORM, Problem, TrialState, Value
 from .ops import OPS
 from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES
 from .recorded import load_recording
 
 LARGEST = 2**31 - 1
+FILTERS = ("hidden", "rows", "direction", "x_dtype", "op", "family", "state", "kind")
+"""Columns of the database that commands filter by."""
 PLAIN_WIDTH = 1000
 """Columns where no terminal is: a row of a table stays one line, for grep."""
 
@@ -92,6 +95,32 @@ def problem_options(rows: int | None) -> Callable[[Any], Any]:
         return command
 
     return decorate
+
+
+def filter_options(command: Any) -> Any:
+    """The options that say which rows of the database are meant; the command gets those given, by column, as keyword
+    arguments."""
+    options = (
+        click.option("--hidden", type=size, help="Only this width."),
+        click.option("--rows", type=size, help="Only this row count."),
+        click.option("--direction", type=click.Choice(DIRECTIONS), help="Only this direction."),
+        click.option("--dtype", "x_dtype", type=dtypes, help="Only this dtype of x."),
+        click.option("--op", type=click.Choice(list(OPS)), help="Only this operator."),
+        click.option("--family", help="Only this algorithm."),
+        click.option("--state", type=click.Choice([s.value for s in TrialState]), help="Only trials that ended so."),
+        click.option(
+            "--kind", type=click.Choice(["measured", "estimated", "baseline"]), help="Only results of this kind."
+        ),
+    )
+
+    @functools.wraps(command)
+    def filtered(**given: Any) -> Any:
+        filters = {name: given.pop(name) for name in FILTERS}
+        return command(**given, **{name: value for name, value in filters.items() if value is not None})
+
+    for option in reversed(options):
+        filtered = option(filtered)
+    return filtered
 
 
 db_option = click.option("--db", callback=database, help="Database file. [default: $TUNEGEN_DB, else cache/tune.db]")

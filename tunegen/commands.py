@@ -6,7 +6,6 @@ import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from .evaluate import COMPILED
 from .fleet import sweep_gpus
 from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
 from .progress import SweepProgress
+from .records import problem_of
 from .silicon import kind_of
 from .store import Store
 from .sweep import SweepResult, sweep_gpu, together
@@ -193,7 +193,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     plain = {name: str(row.get(name, "")) for name in ("state", "stage", "reason")} if "place" not in row else {}
     half = {"of half a sweep": "yes" if row.get("half") else ""}
     gain = {"gain": {None: "", 0: "none", 1: "yes"}[row["gains"]]}
-    problem, config = _problem(row), _config(row)
+    problem, config = problem_of(row), _config(row)
     kernel = row["family"] not in (TORCH_FAMILY, COMPILED.family)
     stale = kernel and (config is None or row["digest"] != digest_today(problem, config))
     return {
@@ -209,13 +209,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "stale": "yes" if stale else "",
         "silicon": row["silicon"],
     }
-
-
-def _problem(row: dict[str, Any]) -> Problem:
-    """The problem of a row of the database."""
-    values = {field.name: row[field.name] for field in fields(Problem)}
-    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual", "sum_in_fp32")}
-    return Problem(**{**values, "weight_dtype": row["weight_dtype"] or None})
 
 
 def _config(row: dict[str, Any]) -> Config | None:

@@ -51,6 +51,10 @@ class RecordingError(TunegenError):
     """A file of recorded problems cannot be read, written or understood."""
 
 
+class ExportError(TunegenError):
+    """A file by `tunegen export` cannot be read, written or understood; the message names the line and the key."""
+
+
 class ExtraMissingError(TunegenError):
     """A package is not installed that only some commands need; the message says which extra brings it."""
 

@@ -7,6 +7,9 @@ puts all of it into one BEGIN IMMEDIATE, inside which sqlite-utils falls back to
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 from sqlite_utils import Database, Migrations
 
 migrations = Migrations("tunegen")
@@ -196,3 +199,26 @@ def m004_sum(db: Database) -> None:
 STEPS = (m001_initial, m002_ties, m003_blocks, m004_sum)
 for _step in STEPS:
     migrations()(_step)
+
+
+class Column(NamedTuple):
+    """A column as SQLite has it: its kind (TEXT, INTEGER, REAL), whether NULL is allowed, and its default as SQL."""
+
+    kind: str
+    nullable: bool
+    default: str | None
+
+
+@functools.cache
+def tables() -> dict[str, dict[str, Column]]:
+    """The columns of each table after all steps, in their order."""
+    db = Database(memory=True, execute_plugins=False)
+    try:
+        for step in STEPS:
+            step(db)
+        return {
+            name: {c.name: Column(c.type, not c.notnull, c.default_value) for c in db[name].columns}
+            for name in ("silicon", "sweeps", "trials", "samples")
+        }
+    finally:
+        db.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
@@ -89,6 +89,23 @@ def insert_trial(connection: sqlite3.Connection, row: dict[str, Any], samples: l
 def silicon_row(silicon: Silicon) -> dict[str, object]:
     """The columns that tell one row of `silicon` from another."""
     return {name: getattr(silicon, name) for name in SILICON}
+
+
+def silicon_id(connection: sqlite3.Connection, silicon: Silicon) -> int:
+    """The row of this GPU, made when it is new."""
+    row = silicon_row(silicon)
+    found = connection.execute(f"SELECT id FROM silicon WHERE {equal(SILICON)}", row).fetchone()
+    if found is not None:
+        return int(found[0])
+    row["memory_bytes"] = silicon.memory_bytes
+    return int(connection.execute(insert("silicon", row), row).lastrowid or 0)
+
+
+def problem_of(row: Mapping[str, Any]) -> Problem:
+    """The problem of a row of `trials`."""
+    values = {name: row[name] for name in PROBLEM}
+    values |= {name: bool(row[name]) for name in ("offset", "weight_grad", "residual", "sum_in_fp32")}
+    return Problem(**{**values, "weight_dtype": row["weight_dtype"] or None})
 
 
 def problem_row(problem: Problem) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """The database, for those who tune and report: every trial, not only winners. One writing process a sweep.
 
-Each write is one transaction that opens with BEGIN IMMEDIATE (`_writing`), under a rollback journal.
+Each write is one transaction that opens with BEGIN IMMEDIATE (`writing`), under a rollback journal.
 A plain BEGIN that reads and then writes fails at once when another writer comes between: 27 % of transactions with
 eight writers, none of 3,200 with BEGIN IMMEDIATE. The running program reads through `lookup` instead.
 """
@@ -12,7 +12,7 @@ import os
 import platform
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,8 @@ class Store:
 
     def silicon_id(self, silicon: Silicon) -> int:
         """The row of this GPU, made when it is new. Raises StoreError when the file cannot be written."""
-        with self._writing() as connection:
-            return _silicon_id(connection, silicon)
+        with self.writing() as connection:
+            return records.silicon_id(connection, silicon)
 
     def begin_sweep(
         self, silicon: Silicon, arguments: Mapping[str, Any], versions: Mapping[str, str], seed: int
@@ -102,10 +102,10 @@ class Store:
         """
         if unknown := sorted(set(versions) - set(VERSIONS)):
             raise StoreError(f"unknown version {unknown[0]!r} of a sweep; allowed are {', '.join(VERSIONS)}")
-        with self._writing() as connection:
+        with self.writing() as connection:
             mark_interrupted(connection)
             row = {
-                "silicon_id": _silicon_id(connection, silicon),
+                "silicon_id": records.silicon_id(connection, silicon),
                 "started": records.now(),
                 "state": "running",
                 "arguments": json.dumps(dict(arguments), sort_keys=True, default=str),
@@ -120,7 +120,7 @@ class Store:
     def finish_sweep(self, sweep_id: int, state: str = "finished") -> None:
         """Set the state a sweep ended in. Raises StoreError for an unknown state, or for a sweep that is unknown or has
         finished."""
-        with self._writing() as connection:
+        with self.writing() as connection:
             sql = "UPDATE sweeps SET state = ?, finished = ? WHERE id = ? AND state <> 'finished'"
             if connection.execute(sql, (state, records.now(), sweep_id)).rowcount != 1:
                 raise StoreError(f"{self.path} has no sweep {sweep_id} to finish")
@@ -134,7 +134,7 @@ class Store:
         """
         rows = [(records.trial_row(trial), records.samples_of(trial)) for trial in trials]
         shared = {"sweep_id": sweep_id, "protocol": protocol, "triton": triton, "torch": torch}
-        with self._writing() as connection:
+        with self.writing() as connection:
             sweep = connection.execute("SELECT silicon_id FROM sweeps WHERE id = ?", (sweep_id,)).fetchone()
             if sweep is None:
                 raise StoreError(f"{self.path} has no sweep {sweep_id}")
@@ -160,7 +160,7 @@ class Store:
             WHERE {records.equal(wanted, "trials.")} AND {records.equal(records.SILICON, "silicon.")}
             ORDER BY trials.id, samples.block"""
         grouped: dict[int, list[dict[str, Any]]] = {}
-        for row in self._rows(sql, {**wanted, **records.silicon_row(silicon)}):
+        for row in self.rows(sql, {**wanted, **records.silicon_row(silicon)}):
             grouped.setdefault(row["id"], []).append(row)
         loaded = [records.load_trial(problem, kind, rows) for rows in grouped.values()]
         return {(t.config.family, t.config.to_json(), t.digest, t.stage): t for t in loaded if t is not None}
@@ -172,7 +172,7 @@ class Store:
         Raises StoreError when the file cannot be written.
         """
         unfinished = "SELECT id FROM sweeps WHERE state = 'interrupted'"
-        with self._writing() as connection:
+        with self.writing() as connection:
             mark_interrupted(connection)  # one may have been killed since this sweep began
             sql = f"UPDATE trials SET sweep_id = ? WHERE id = ? AND sweep_id IN ({unfinished})"
             connection.executemany(sql, [(sweep_id, trial.id) for trial in trials])
@@ -181,7 +181,7 @@ class Store:
         """Give the trials of a problem that a sweep had to leave out to an interrupted sweep of their own, if there are
         any, so that the best of them counts as half a sweep's. Raises StoreError when the file cannot be written."""
         of_problem = {"sweep_id": sweep_id, **records.problem_row(problem)}
-        with self._writing() as connection:
+        with self.writing() as connection:
             where = records.equal(of_problem)
             if connection.execute(f"SELECT 1 FROM trials WHERE {where} LIMIT 1", of_problem).fetchone() is None:
                 return
@@ -212,20 +212,28 @@ class Store:
             raise StoreError(f"unknown filter {unknown[0]!r}; allowed are {', '.join(allowed)}")
         values = {name: records.plain(name, value) for name, value in filters.items()}
         sql = f"SELECT * FROM {source} WHERE {records.equal(values)} ORDER BY {order}"
-        return self._rows(sql, values)
+        return self.rows(sql, values)
 
-    def _rows(self, sql: str, values: Mapping[str, object]) -> list[dict[str, Any]]:
+    def rows(self, sql: str, values: Mapping[str, object]) -> list[dict[str, Any]]:
+        """What a query finds, by column. Raises StoreError when the file cannot be read."""
         with self._explained():
             cursor = self._connection.execute(sql, values)
             names = [column[0] for column in cursor.description]
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
         """The one way to write: BEGIN IMMEDIATE, then COMMIT, or ROLLBACK on any exception."""
+        return self._transaction("BEGIN IMMEDIATE")
+
+    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Several queries of one state of the file; no other process can write meanwhile."""
+        return self._transaction("BEGIN")
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._explained():
             try:  # around BEGIN too: an interrupt while it waits for another writer is raised once it has begun
-                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.execute(begin)
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -271,7 +279,7 @@ class Store:
 
     def _migrate(self) -> None:
         if self._pending():
-            with self._writing() as connection:
+            with self.writing() as connection:
                 if self._pending():  # else another process has done it meanwhile
                     refuse_while_swept(connection, self.path)
                     schema.migrations.apply(Database(connection, recursive_triggers=False, execute_plugins=False))
@@ -288,12 +296,3 @@ def _check_place(path: Path) -> None:
     for place in (path, path.parent):  # the folder too: the journal lies beside the database
         if place.exists() and not os.access(place, os.W_OK):
             raise StoreError(f"{place} may not be written; change its permissions, or set TUNEGEN_DB to another place")
-
-
-def _silicon_id(connection: sqlite3.Connection, silicon: Silicon) -> int:
-    row = records.silicon_row(silicon)
-    found = connection.execute(f"SELECT id FROM silicon WHERE {records.equal(records.SILICON)}", row).fetchone()
-    if found is not None:
-        return int(found[0])
-    row["memory_bytes"] = silicon.memory_bytes
-    return int(connection.execute(records.insert("silicon", row), row).lastrowid or 0)
