@@ -173,7 +173,7 @@ REFUSED = {
     "eps inf": (ValueError, lambda: rms_norm(X, W, math.inf), r"eps .*finite.*inf"),
     "eps tensor": (TypeError, lambda: rms_norm(X, W, torch.tensor(1e-6)), r"eps .*Python number.*torch\.float32"),
     "eps bool": (TypeError, lambda: rms_norm(X, W, True), r"eps .*Python number.*bool"),
-    "eps none": (TypeError, lambda: rms_norm(X, W, None), r"eps .*Python number.*NoneType"),
+    "eps none": (TypeError, lambda: rms_norm(X, W, None), r"eps .*Python number.*NoneType; give one, such as 1e-6"),
     "eps text": (TypeError, lambda: rms_norm(X, W, "1e-6"), r"eps .*Python number.*str"),
     "offset tensor": (TypeError, lambda: rms_norm(X, W, offset=W), r"offset .*Python number.*torch\.float32"),
     "offset nan": (ValueError, lambda: rms_norm(X, W, offset=math.nan), r"offset .*finite.*nan"),

@@ -52,6 +52,10 @@ def warmup(
     Raises:
         TypeError, ValueError: as `rms_norm`, and for row counts or directions that are none.
     """
+    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        given = hidden if isinstance(hidden, int) else type(hidden).__name__
+        width = "of a model give the width of its norms, such as model.config.hidden_size"
+        raise ValueError(f"hidden must be a whole number of at least 1, got {given}; {width}")
     x = torch.zeros(1, hidden, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     w = torch.zeros(hidden, dtype=weight_dtype or dtype, device=x.device) if weight else None
     check(x, w, 1e-6, offset, casting)

@@ -30,7 +30,8 @@ def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
     for name, value in (("eps", eps), ("offset", offset)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; pass float({name})")
+            remedy = f"pass float({name})" if value is not None else "give one, such as 1e-6"
+            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; {remedy}")
         if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
             raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
     if eps < 0:
