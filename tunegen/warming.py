@@ -52,14 +52,18 @@ def warmup(
     Raises:
         TypeError, ValueError: as `rms_norm`, and for row counts or directions that are none.
     """
-    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
-        given = hidden if isinstance(hidden, int) else type(hidden).__name__
-        width = "of a model give the width of its norms, such as model.config.hidden_size"
-        raise ValueError(f"hidden must be a whole number of at least 1, got {given}; {width}")
+    _check_width(hidden)
     x = torch.zeros(1, hidden, dtype=dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     w = torch.zeros(hidden, dtype=weight_dtype or dtype, device=x.device) if weight else None
     check(x, w, 1e-6, offset, casting)
     return Explanations(_each(_counts(rows), _checked(directions), x, w, weight_grad, offset, casting, policy))
+
+
+def _check_width(hidden: object) -> None:
+    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
+        given = hidden if isinstance(hidden, int) else type(hidden).__name__
+        width = "of a model give the width of its norms, such as model.config.hidden_size"
+        raise ValueError(f"hidden must be a whole number of at least 1, got {given}; {width}")
 
 
 def _counts(rows: int | Sequence[int]) -> list[int]:
