@@ -14,7 +14,7 @@ from stored import keep
 from test_dispatch import BASELINE, DEFAULT, FIRST, H200, PROBLEM, SECOND, SPACE, timed
 
 import tunegen
-from tunegen import cli, dispatch, explanation
+from tunegen import cli, dispatch, explanation, single
 from tunegen.explanation import explain_problem
 from tunegen.model import Config
 from tunegen.ops import arguments
@@ -256,3 +256,16 @@ def test_command_prints_text_or_json(db):
     assert [(one["answer"], one["measured_us"], one["problem"]["rows"]) for one in found] == [
         (FIRST.label(), 10.0, 1024)
     ]
+
+
+def test_command_says_what_makes_its_answer_a_supposition(db, monkeypatch):
+    """No GPU, or one that torch's operators are told to serve."""
+    arguments = ["explain", "--hidden", "4096", "--rows", "1024", "--db", str(db(timed(FIRST, 10.0)))]
+    monkeypatch.setattr(single, "target_of", lambda arch: H200)
+    assert CliRunner().invoke(cli.main, arguments).stderr == (
+        f"No GPU here: this is what would answer on sm_90 ({H200.name}).\n"
+    )
+    monkeypatch.setenv("TUNEGEN_DISABLE", "1")
+    named = CliRunner().invoke(cli.main, [*arguments, "--arch", "sm_90"])
+    assert named.stderr == "TUNEGEN_DISABLE is set: torch answers every call; this is what would answer without it.\n"
+    assert FIRST.label() in named.stdout

@@ -25,7 +25,12 @@ from .worker import Worker
 
 def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, console: Console | None) -> None:
     """Print what answers each problem, as text or, without a console, as JSON."""
-    target = target_of(arch) or silicon.query(0)
+    named = target_of(arch)
+    target = named or silicon.query(0)
+    if named and arch is None:
+        click.echo(f"No GPU here: this is what would answer on {target.arch} ({target.name}).", err=True)
+    if paths.disabled():
+        click.echo("TUNEGEN_DISABLE is set: torch answers every call; this is what would answer without it.", err=True)
     if database_exists(db):
         Store.read(db).close()  # says what is wrong with it, and leaves it where it is
     found = with_torch_backward([explain_problem(db, problem, target) for problem in problems], training=False)
