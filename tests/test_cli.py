@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from command import output, run
 from fake_gpu import H200, VERSIONS, make_resources, measurement
 from rich.console import Console
 
@@ -33,16 +33,6 @@ from tunegen.store import Store
 REPOSITORY = paths.PACKAGE.parent
 BACKWARD = Problem("rms_norm", "backward", 4096, 16384, weight_grad=True)
 FORWARD = replace(BACKWARD, direction="forward", weight_grad=False)
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], prog_name="tunegen")
-
-
-def output(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def process(*arguments, cwd=None, **variables):

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
+from command import run
 from fake_gpu import H200
 
-from tunegen import cli, defaults
+from tunegen import defaults
 from tunegen.dispatch import triton_minor
 from tunegen.evaluate import TORCH
 from tunegen.model import PROTOCOL, Config, Measurement, Problem, Trial, TrialState
@@ -29,10 +29,6 @@ def keep(path, *trials, silicon=H200, triton=None):
         sweep = file.begin_sweep(silicon, {}, {}, 0)
         file.add_all(sweep, trials, PROTOCOL, triton or triton_minor(), "")
         file.finish_sweep(sweep)
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], prog_name="tunegen")
 
 
 def printed(db, *arguments):

@@ -121,8 +121,36 @@ def test_a_broken_template_is_no_answer_and_no_error(answers, monkeypatch):
     assert answers(trial)[0] != FIRST
 
 
-def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monkeypatch, caplog):
+@pytest.fixture
+def launches(answers, monkeypatch):
+    """Launch backward with these gradients, in place of real kernels by `variant`, FIRST tuned before SECOND. The
+    gradients are made of x."""
     answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    bf16 = torch.bfloat16
+    key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
+
+    def run(variant, gradients):
+        monkeypatch.setattr(dispatch.Choice, "variant", variant)
+        dispatch.forget()
+        x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
+        tensors = {"x": x, "w": x[0], "rstd": x[:, 0]}
+        try:
+            assert all(launch(key, {**tensors, "dy": make(x)}, 1e-6, 0.0, True) is True for make in gradients)
+        finally:
+            dispatch.forget()
+
+    return run
+
+
+def rows_like_x(x):
+    return x
+
+
+def heads(x):
+    return x.view(4, -1, 8, PROBLEM.hidden).transpose(1, 2)
+
+
+def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(launches, caplog):
     launched = []
 
     def variant(choice, save_rstd, offset, nested):
@@ -131,24 +159,14 @@ def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(answers, monk
             raise CompileError("persistent_partials: OutOfResources: shared memory")
         return lambda rows, arguments: None
 
-    monkeypatch.setattr(dispatch.Choice, "variant", variant)
-    dispatch.forget()
-    bf16 = torch.bfloat16
-    x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
-    key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
-    tensors = {"x": x, "dy": x, "w": x[0], "rstd": x[:, 0]}
-    try:
-        assert [launch(key, tensors, 1e-6, 0.0, True) for _ in range(2)] == [True, True]
-    finally:
-        dispatch.forget()
+    launches(variant, [rows_like_x, rows_like_x])
     assert launched == [FIRST, SECOND, SECOND]
     (record,) = [r for r in caplog.records if "does not run here" in r.getMessage()]
     assert "OutOfResources: shared memory" in record.getMessage()
 
 
-def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(answers, monkeypatch, caplog):
+def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(launches, caplog):
     """Heads that the tuned kernel cannot read in place must not cost the contiguous calls their kernel."""
-    answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
     launched = []
 
     def variant(choice, save_rstd, offset, nested):
@@ -157,17 +175,7 @@ def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(answ
             raise CompileError("row_offsets: no such thing")
         return lambda rows, arguments: None
 
-    monkeypatch.setattr(dispatch.Choice, "variant", variant)
-    dispatch.forget()
-    bf16 = torch.bfloat16
-    x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
-    heads = x.view(4, -1, 8, PROBLEM.hidden).transpose(1, 2)
-    key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
-    try:
-        for dy in (x, heads, heads, x):
-            assert launch(key, {"x": x, "dy": dy, "w": x[0], "rstd": x[:, 0]}, 1e-6, 0.0, True)
-    finally:
-        dispatch.forget()
+    launches(variant, [rows_like_x, heads, heads, rows_like_x])
     assert launched == [(FIRST, ()), (FIRST, ("dy",)), (FIRST, ()), (FIRST, ()), (FIRST, ())]
     (record,) = [r for r in caplog.records if "copying them" in r.getMessage()]
     assert "no such thing" in record.getMessage()

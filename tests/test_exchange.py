@@ -8,11 +8,11 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
+from command import output, run
 from fake_gpu import H200
 from stored import keep
 
-from tunegen import cli, dispatch, records
+from tunegen import dispatch, records
 from tunegen.evaluate import TORCH
 from tunegen.migrations import STEPS
 from tunegen.model import Conditions, Measurement, Problem, Resources, Trial, TrialState
@@ -71,16 +71,6 @@ def source(tmp_path):
     path = fill(tmp_path / "source.db")
     keep(path, *trials(FORWARD, 55.0), silicon=OTHER_GPU, torch="2.14")
     return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments], prog_name="tunegen")
-
-
-def output(*arguments):
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def exported(path, *filters):

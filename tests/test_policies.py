@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command import run as command
 from helpers import OP_MODULE, assert_right, draw, exact, places, run, same_bits, weight_of
 from kernel_cases import evenly
 from stored import keep
 
 import tunegen
-from tunegen import cli, dispatch, policies, rms_norm
+from tunegen import dispatch, policies, rms_norm
 from tunegen.cli_options import rows_to_sweep
 from tunegen.model import Config, Measurement, Problem, Trial, TrialState
 from tunegen.ops import notes
@@ -285,10 +285,6 @@ def test_deterministic_bits_repeat(hidden):
 
 
 # Commands
-
-
-def command(*arguments):
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
 
 
 def test_explain_of_a_policy(tmp_path):
