@@ -136,6 +136,11 @@ class FakeGpu:
         self.opened = problem
         return None
 
+    def foresee(self, problem: Problem) -> None:
+        self.note(f"foresee {problem.label()}")
+        if self.faults.get("foresee") == "exit":
+            os._exit(6)
+
     def screen(self, config: Config, resources: Resources | None):
         fault = self.faults.get(config.label(), "")
         trial = Trial(self.opened, config, TrialState.OK, resources=resources)

@@ -27,7 +27,7 @@ from tunegen.evaluate import COMPILED, TORCH
 from tunegen.lookup import find_winners
 from tunegen.records import KEY
 from tunegen.store import Store
-from tunegen.ties import LIMITS_SMALL
+from tunegen.ties import LIMITS_SMALL, NEAR
 
 ALL = [*TILES, *OLD, TORCH]
 WRONG, TOO_LARGE = TILES[3], TILES[7]
@@ -128,9 +128,9 @@ def assert_sound(place):
 
 
 def best(rows):
-    """What wins: of the fastest one and those that are tied with it, the one with the fewest warps."""
+    """What wins: of the fastest one and those nearest to it, the one with the fewest warps."""
     times = {c: us_of(replace(PROBLEM, rows=rows), c) for c in TILES if c not in (WRONG, TOO_LARGE)}
-    tied = [c for c in times if times[c] <= min(times.values()) * (1 + LIMITS_SMALL[0])]
+    tied = [c for c in times if times[c] <= min(times.values()) * (1 + LIMITS_SMALL[0] * NEAR)]
     return min(tied, key=lambda config: (config.num_warps, config.to_json()))
 
 

@@ -187,7 +187,7 @@ def test_tie_is_broken_by_the_rule_and_not_by_the_time(bench):
     bench.sweep()
     assert bench.winner() == family_and_parameters(near)
     rows = {row["parameters"]: row for row in bench.rows(stage="final", kind="measured")}
-    assert [rows[c.to_json()]["tied"] for c in (fast, near, slow, DEFAULT)] == [1, 1, 0, 0]
+    assert [rows[c.to_json()]["tied"] for c in (fast, near, slow, DEFAULT)] == [2, 2, 0, 0]
     assert {row["band"] for row in rows.values()} == {rows[fast.to_json()]["band"]} != {0.0}
 
 
@@ -195,13 +195,13 @@ def test_winner_that_is_tied_with_the_default_is_stored_as_no_gain(bench):
     bench.gpu.us, bench.gpu.jitter = {TILES[1].label(): 8.99, DEFAULT.label(): 9.0}, 0.002
     result = bench.sweep()
     (row,) = bench.rows("winners", kind="measured")
-    assert (row["tied"], row["gains"]) == (1, 0)
+    assert (row["tied"], row["gains"]) == (2, 0)
     assert {t.gains for t in result.finals if t.config in (TILES[1], DEFAULT)} == {False}
     bench.db.unlink()
     bench.gpu.us = {TILES[1].label(): 8.0, DEFAULT.label(): 9.0}
     bench.sweep()
     (row,) = bench.rows("winners", kind="measured")
-    assert (row["tied"], row["gains"]) == (1, 1)
+    assert (row["tied"], row["gains"]) == (2, 1)
 
 
 def test_next_batch_compiles_while_this_one_is_measured(bench, monkeypatch):

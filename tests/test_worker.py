@@ -115,6 +115,61 @@ def test_spare_process_takes_over_at_once(gpu):
         assert len(gpu.lines("start")) == 2
 
 
+def test_spare_process_compiles_for_the_finals_meanwhile(gpu):
+    with gpu.worker() as worker:
+        worker.open(PROBLEM)
+        worker.foresee(PROBLEM)  # nobody is there for it
+        worker.start()
+        worker.prepare()
+        worker.foresee(PROBLEM)
+        worker.foresee(OTHER)
+        wait_until(lambda: gpu.lines("foresee") == [PROBLEM.label(), OTHER.label()])
+        assert worker.screen(TILES[0], SPENT).state is TrialState.OK
+        worker.stop()
+        assert [trial.config for trial in worker.finals([finalist(TILES[0])])] == [TILES[0]]
+        assert len(gpu.lines("start")) == 2
+
+
+def test_spare_process_that_ends_while_it_compiles_costs_nothing(gpu):
+    with gpu.worker() as worker:
+        worker.open(PROBLEM)
+        worker.start()
+        worker.target = FakeGpu(gpu.log, {"foresee": "exit"}).serve
+        worker.prepare()
+        worker.foresee(PROBLEM)
+        wait_until(lambda: gpu.lines("foresee") == [PROBLEM.label()])
+        worker.target = gpu.serve
+        worker.foresee(OTHER)
+        worker.stop()
+        assert [trial.config for trial in worker.finals([finalist(TILES[0])])] == [TILES[0]]
+        assert len(gpu.lines("start")) == 3
+
+
+def test_next_candidate_is_under_way_while_the_caller_is_at_the_last(gpu, worker):
+    trials = worker.screens([(config, SPENT) for config in TILES[:3]])
+    assert next(trials).config == TILES[0]
+    wait_until(lambda: len(gpu.lines("screen")) == 2)
+    assert [trial.config for trial in trials] == TILES[1:3]
+    assert len(gpu.lines("screen")) == 3
+
+
+def test_answer_that_nobody_reads_is_not_taken_for_another(gpu, worker):
+    trials = worker.screens([(config, SPENT) for config in TILES[:3]])
+    next(trials)
+    trials.close()
+    assert worker.screen(TILES[5], SPENT).config == TILES[5]
+
+
+def test_one_that_ends_the_process_costs_the_next_one_nothing(gpu, monkeypatch):
+    monkeypatch.setattr(worker_module, "SCREEN_SECONDS", 20)
+    bad = FakeGpu(gpu.log, {TILES[1].label(): "exit", TILES[3].label(): "illegal address"})
+    with bad.worker() as worker:
+        worker.open(PROBLEM)
+        states = [trial.state for trial in worker.screens([(config, SPENT) for config in TILES[:5]])]
+    crashed = TrialState.CRASHED
+    assert states == [TrialState.OK, crashed, TrialState.OK, crashed, TrialState.OK]
+
+
 def test_spare_process_that_did_not_come_up_costs_nothing(gpu):
     """As on a GPU that takes one process at a time: the second is refused while the first one lives."""
     with gpu.worker() as worker:

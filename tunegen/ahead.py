@@ -17,6 +17,8 @@ NICE = 10
 """Of a process that loads for later, so that it yields to the compilers and to what is being timed."""
 
 INDUCTOR = ("compile_fx", "choices", "codegen.cuda_combined_scheduling", "codegen.triton", "runtime.triton_heuristics")
+MOST_FORMULAS = 1 << 20
+"""That a process may compile."""
 PASSES = ("joint_graph", "post_grad")
 
 
@@ -62,11 +64,14 @@ def compiling_here() -> Iterator[None]:
     """Inductor compiles in this process: its pool of up to 32 processes, each of which imports torch, takes longer to
     start than a formula's one or two kernels to compile (8 s of waiting on an H200's 16 cores). And it leaves Triton's
     cache folder where it was: Inductor moves it for the whole process, which would compile every finalist of later
-    problems again, and build its launcher (4 s of gcc, up to 3 s of ptxas)."""
-    import torch._inductor.config as config
+    problems again, and build its launcher (4 s of gcc, up to 3 s of ptxas). The formula is the same function for all
+    problems, of which torch would compile eight and run the others as they are."""
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
     from triton import knobs
 
-    with config.patch(compile_threads=1), knobs.cache.scope():
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), MOST_FORMULAS)
+    with dynamo.patch(limits), inductor.patch(compile_threads=1), knobs.cache.scope():
         yield
 
 

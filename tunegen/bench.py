@@ -96,14 +96,8 @@ class Bench:
     def _sets(self, seed: int) -> list[dict[str, Tensor]]:
         """Inputs are drawn once and copied, which is quicker: times depend on where numbers lie, not on which they
         are."""
-        shapes = self.spec.tensors(self.problem)
-        drawn = self.spec.inputs(self.problem, self.device, seed)
-        found = [drawn, *({n: t.clone() for n, t in drawn.items()} for _ in range(self.sets - 1))]
-        for name, shape in shapes.items():
-            if shape.role == "output":
-                for tensors in found:
-                    tensors[name] = torch.empty(shape.shape, dtype=DTYPES[shape.dtype], device=self.device)
-        return found
+        drawn = tensors_of(self.spec, self.problem, self.device, seed)
+        return [drawn, *({n: t.clone() for n, t in drawn.items()} for _ in range(self.sets - 1))]
 
     def _sentinel(self) -> Timed:
         """What reads and writes the op's tensors of whole rows: of one each the faster of `copy_` and a Triton copy, of
@@ -192,7 +186,7 @@ class Bench:
         return times, conditions
 
     def _replay(self, candidate: Timed) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        begin, end = _event(), _event()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(self.stream)
         candidate.graph.replay()
         end.record(self.stream)
@@ -212,6 +206,15 @@ class Bench:
             times, conditions = [a + b for a, b in zip(times, more, strict=True)], conditions + after
         found = steady(times[0], times[-1], conditions)
         return Screened(found, best is None or statistics.median(map(operator.truediv, times[0], times[1])) < 1)
+
+
+def tensors_of(spec: OpSpec, problem: Problem, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """Inputs of a problem, drawn with `seed`, and outputs with nothing in them."""
+    found = spec.inputs(problem, device, seed)
+    for name, shape in spec.tensors(problem).items():
+        if shape.role == "output":
+            found[name] = torch.empty(shape.shape, dtype=DTYPES[shape.dtype], device=device)
+    return found
 
 
 class Screened(NamedTuple):
@@ -234,10 +237,6 @@ def rotated(count: int, block: int) -> list[int]:
     backwards, so that each candidate is first, and last, as often as any other."""
     order = [(block // 2 + k) % count for k in range(count)]
     return order[::-1] if block % 2 else order
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def steady_blocks(sentinel: Sequence[float]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .ahead import compiling_here
-from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds
+from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds, tensors_of
 from .compile import first_line
 from .dispatch import LOG, ROWS_REACH
 from .errors import CompileError
@@ -45,13 +45,21 @@ class Session:
     spent them on."""
 
     def __init__(
-        self, problem: Problem, silicon: Silicon, device: torch.device, seed: int, warm_up: float = WARM_UP_SECONDS
+        self,
+        problem: Problem,
+        silicon: Silicon,
+        device: torch.device,
+        seed: int,
+        warm_up: float = WARM_UP_SECONDS,
+        form: Form | None = None,
     ) -> None:
+        """`form` is the formula as `compiled_form` gave it, if that was compiled ahead."""
         self.spec = op_spec(problem.op)
         self.problem, self.silicon, self.device, self.seed = problem, silicon, device, seed
         self.gate = Gate(self.spec, problem, device, seed, ROWS_REACH)
         torch.cuda.empty_cache()  # the references took twice what is left of them
         self.bench = self._bench(warm_up)
+        self.form = form
         self.best: Timed | None = None
         self.by_machine: dict[Machine, Config] = {}
         self.seconds = Spent()
@@ -151,14 +159,11 @@ class Session:
     def _compiled_form(self) -> Form | None:
         """The plain formula, compiled; None where torch.compile makes nothing of it: the others go without it."""
         try:
-            activity = "compiling the plain formula"
-            with self.seconds.on(activity), torch.cuda.stream(self.bench.stream), compiling_here():
-                form = self.spec.compiled_call(self.problem)
-                form(self.bench.tensors[0])()
+            with self.seconds.on("compiling the plain formula"):
+                self.form = self.form or compiled_form(self.problem, self.device, self.seed)
         except Exception as error:
             LOG.warning("%s: no torch.compile beside it: %s", self.problem.label(), first_line(error))
-            return None
-        return form
+        return self.form
 
     def _renew(self) -> None:
         """Another bench, whose buffers lie elsewhere."""
@@ -201,6 +206,15 @@ class Session:
     def _wanted(self, rstd: bool) -> frozenset[str]:
         outputs = frozenset(n for n, t in self.spec.tensors(self.problem).items() if t.role == "output")
         return outputs if rstd else outputs - {"rstd"}
+
+
+def compiled_form(problem: Problem, device: torch.device, seed: int) -> Form:
+    """The plain formula of a problem, compiled for tensors like its own. Raises whatever `torch.compile` raises."""
+    spec = op_spec(problem.op)
+    with compiling_here():
+        form = spec.compiled_call(problem)
+        form(tensors_of(spec, problem, device, seed))()
+    return form
 
 
 def work_of(plan: Plan) -> str:

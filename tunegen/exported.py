@@ -24,7 +24,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "trial.weight_dtype": (*DTYPE_BYTES, ""),
     "trial.casting": CASTINGS,
     **{f"trial.{name}": (0, 1) for name in ("offset", "weight_grad", "residual", "sum_in_fp32")},
-    **{f"trial.{name}": (0, 1, None) for name in ("tied", "gains")},
+    "trial.tied": (0, 1, 2, None),
+    "trial.gains": (0, 1, None),
     "samples.kept": (0, 1),
 }
 """What the columns of a fixed set of values may hold."""

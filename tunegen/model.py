@@ -18,7 +18,7 @@ RMS_NORM = "rms_norm"
 """The op that is meant where none is named."""
 TORCH_FAMILY = "torch"
 """The family of torch's own op, which competes with the templates."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what a stored time means (`bench`), a part of the key; more blocks of the same mean the same."""
 
 Value = int | str
@@ -246,7 +246,8 @@ class Trial:
     """A candidate and what became of it.
 
     In the finals `band` is the share by which the same kernel of this problem, measured twice, differs; `tied`: is the
-    trial within that of the best; `gains`: does it beat both the built-in default and torch's own op by more.
+    trial within that of the best (1), or so near that the tie-breakers choose among it and the best (2, see `ties`);
+    `gains`: does it beat both the built-in default and torch's own op by more.
     """
 
     problem: Problem
@@ -262,5 +263,5 @@ class Trial:
     measurement: Measurement | None = None
     estimate_us: float | None = None
     band: float | None = None
-    tied: bool | None = None
+    tied: int | None = None
     gains: bool | None = None

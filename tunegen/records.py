@@ -209,7 +209,7 @@ def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> Store
         measurement=measurement,
         estimate_us=row["estimate_us"],
         band=row["band"],
-        tied=None if row["tied"] is None else bool(row["tied"]),
+        tied=row["tied"],
         gains=None if row["gains"] is None else bool(row["gains"]),
         id=row["id"],
         torch=str(row["torch"]),

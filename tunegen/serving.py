@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from . import silicon
 from .ahead import NICE, Ahead, load_autograd_quietly, load_compiler
 from .bench import WARM_UP_SECONDS
 from .compile import first_line
-from .evaluate import Session
+from .evaluate import Form, Session, compiled_form
 from .model import Config, Problem, Resources, Trial, TrialState
 from .worker import Answer, Facts, installed_versions
 
@@ -31,8 +32,17 @@ class Server:
         torch.cuda.set_device(self.device)
         self.facts = Facts(silicon.query(device), versions(device))
         self.session: Session | None = None
+        self.forms: dict[Problem, Form] = {}
         self.warm = False
         self.ahead = Ahead(load_compiler, NICE) if spare else Ahead(load_autograd_quietly)
+
+    def foresee(self, problem: Problem) -> None:
+        """Compile the baseline of `problem`, for its finals. It runs once, on inputs that are then dropped: a few
+        kernels beside what another process measures. A failure comes up again in the finals, with its reason."""
+        self.ahead.join()
+        with suppress(Exception):
+            self.forms[problem] = compiled_form(problem, self.device, self.seed)
+        torch.cuda.empty_cache()
 
     def open(self, problem: Problem) -> None:
         """Drop the session in hand and make the inputs, references and sentinel of `problem`."""
@@ -40,7 +50,8 @@ class Server:
         self.session = None
         torch.cuda.empty_cache()
         warm_up = WARM_UP_AGAIN if self.warm else WARM_UP_SECONDS
-        self.session = Session(problem, self.facts.silicon, self.device, self.seed, warm_up)
+        form = self.forms.pop(problem, None)
+        self.session = Session(problem, self.facts.silicon, self.device, self.seed, warm_up, form)
         self.warm = True
         torch.cuda.empty_cache()
 

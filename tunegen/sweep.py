@@ -13,7 +13,7 @@ from .evaluate import COMPILED, TORCH
 from .guide import carried, neighbours, ranked
 from .model import PROTOCOL, Config, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
-from .pool import Compile, CompilePool, Outcome, compile_candidate
+from .pool import Compile, CompilePool, compile_candidate
 from .records import StoredTrial
 from .sampler import FamilySampler, Sampler
 from .space import load_space
@@ -193,6 +193,8 @@ def search(context: Context, worker: Worker, problem: Problem) -> list[Trial]:
     standing = context.standing(problem)
     if not any(trial.config == TORCH and trial.stage == "screen" for trial in standing):
         worker.begin()  # it will be needed: meanwhile candidates are found, ranked and begin to compile
+    if not any(trial.config == COMPILED for trial in standing):
+        worker.foresee(problem)
     sampler = make_sampler(context, problem, standing)
     done = {trial.config: trial for trial in standing if trial.stage == "screen"}
     context.listener.stage(problem.label(), sampler.total + (TORCH not in done))
@@ -221,28 +223,25 @@ def screen_batch(
 ) -> Iterator[tuple[Config, Trial]]:
     """Compile a batch on all cores, drop what cannot win, measure the rest one by one. `spill_free` are the families of
     which a config is known that does not spill; more are added."""
+    digests = {config: digest_today(problem, config) for config in batch}  # before a crash, say, while they compile
     outcomes = dict(context.pool.compile(problem, batch))
     # Within a family: at N = 16384 every persistent backward spills a little, and wins (.89 of copy on an H200).
     spill_free |= {c.family for c, o in outcomes.items() if isinstance(o, Resources) and not o.spill_bytes}
+    wanted: list[tuple[Config, Resources]] = []
     for config in batch:
-        yield config, screen_one(worker, problem, config, outcomes[config], config.family in spill_free)
-
-
-def screen_one(worker: Worker, problem: Problem, config: Config, outcome: Outcome, spill_free: bool) -> Trial:
-    """The trial of one compiled candidate."""
-    digest = digest_today(problem, config)
-    if not isinstance(outcome, Resources):
-        state, reason = outcome
-        return Trial(problem, config, state, digest=digest, reason=reason)
-    if outcome.spill_bytes and spill_free:
-        reason = f"spills {outcome.spill_bytes} bytes a thread where others of its family do not"
-        return Trial(problem, config, TrialState.CONSTRAINT, digest=digest, reason=reason, resources=outcome)
-    trial = worker.screen(config, outcome)
-    trial = replace(trial, digest=trial.digest or digest)
-    family = load_space(problem.op).family(problem.direction, config.family)
-    if family is not None and family.baseline:
-        trial = replace(trial, kind="baseline")
-    return trial
+        outcome = outcomes[config]
+        if not isinstance(outcome, Resources):
+            yield config, Trial(problem, config, outcome[0], digest=digests[config], reason=outcome[1])
+        elif outcome.spill_bytes and config.family in spill_free:
+            reason = f"spills {outcome.spill_bytes} bytes a thread where others of its family do not"
+            state, digest = TrialState.CONSTRAINT, digests[config]
+            yield config, Trial(problem, config, state, digest=digest, reason=reason, resources=outcome)
+        else:
+            wanted.append((config, outcome))
+    for trial in worker.screens(wanted):
+        family = load_space(problem.op).family(problem.direction, trial.config.family)
+        kind = "baseline" if family is not None and family.baseline else trial.kind
+        yield trial.config, replace(trial, digest=trial.digest or digests[trial.config], kind=kind)
 
 
 def make_sampler(context: Context, problem: Problem, standing: Sequence[Trial]) -> Sampler:

@@ -1,10 +1,12 @@
 """Which finalists cannot be told apart, and whether the best gains anything: what a winner may claim.
 
 A kernel that is measured twice, on buffers of its own each time, does not take the same time twice. The finals of a
-problem time every finalist in several rounds with new buffers; how far the rounds of one kernel lie apart, pooled over
-all of them, says by how much two measurements of the same kernel differ: the band. Finalists within the band of the
-best are a tie, and a fixed rule of the database's view `winners` chooses among them, so that two sweeps and two ranks
-agree: fewest spills, fewest warps, then the first by the text of its parameters; torch's own op comes last.
+problem time every finalist in several rounds with new buffers; how far the rounds of one kernel lie apart, pooled
+over all of them, says by how much two measurements of the same kernel differ: the band. Finalists within the band of
+the best are a tie. Among those within half of it a fixed rule of the database's view `winners` chooses, so that two
+sweeps and two ranks agree: fewest spills, fewest warps, then the first by the text of its parameters; torch's own op
+comes last. Half, since what one sweep sees at the edge of the band another one sees beyond it: with the whole band, 6
+of 20 problems that were swept three times on an H200 had a winner that another sweep did not count among its ties.
 """
 
 from __future__ import annotations
@@ -64,6 +66,10 @@ def student_t(freedom: int) -> float:
     )
 
 
+NEAR = 0.5
+"""Of the band: within so much of the best the tie-breakers decide."""
+
+
 def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) -> list[Trial]:
     """The finals of one problem with their band, who is tied with the best, and who gains over the `rivals` (the
     built-in default and torch's op). Baselines take no part."""
@@ -81,7 +87,7 @@ def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) 
         replace(
             trial,
             band=width,
-            tied=scores[trial.config] <= best * (1 + width),
+            tied=sum(scores[trial.config] <= best * (1 + width * part) for part in (1, NEAR)),
             gains=scores[trial.config] * (1 + width) < to_beat,
         )
         if trial in fit
@@ -97,12 +103,12 @@ def tie_breakers(trial: Trial) -> tuple[int, int, str]:
 
 
 def winner(finals: Sequence[Trial]) -> Config:
-    """The best of a problem's measured finals, by the rule of the view `winners`: the tied ones first, torch's op last
-    of them; then the least time where nothing is tied, and the tie-breakers."""
+    """The best of a problem's measured finals, by the rule of the view `winners`: the nearest ties first, torch's op
+    last of them; then the least time where nothing is tied, and the tie-breakers."""
 
-    def place(trial: Trial) -> tuple[bool, float, tuple[int, int, str]]:
+    def place(trial: Trial) -> tuple[int, float, tuple[int, int, str]]:
         assert trial.measurement is not None
         cost = float(trial.config.family == TORCH_FAMILY) if trial.tied else trial.measurement.score
-        return not trial.tied, cost, tie_breakers(trial)
+        return -(trial.tied or 0), cost, tie_breakers(trial)
 
     return min(finals, key=place).config

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -53,6 +53,15 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
+@dataclass
+class _Spare:
+    """A child that is started ahead, and how many answers it owes."""
+
+    process: Any
+    connection: Connection
+    owed: list[Problem] = field(default_factory=list)
+
+
 class Worker:
     """A measuring process for one GPU, started on first use and replaced when it dies. `seconds` says what time was
     spent on.
@@ -70,7 +79,7 @@ class Worker:
         self._opening: Problem | None = None  # was sent for, not answered yet
         self._process: Any = None
         self._connection: Connection | None = None
-        self._spare: tuple[Any, Connection] | None = None
+        self._spare: _Spare | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -78,15 +87,21 @@ class Worker:
     def __exit__(self, kind: object, *_: object) -> None:
         self.stop(STOP_SECONDS if kind is None else 0.0)
         if self._spare is not None:
-            process, connection = self._spare
-            self._spare = None
-            connection.close()
-            _end(process, 0.0)
+            spare, self._spare = self._spare, None
+            spare.connection.close()
+            _end(spare.process, 0.0)
 
     def prepare(self) -> None:
         """Begin to start a child for later, while another one works: the next `start` then takes that."""
         if self._spare is None:
-            self._spare = self._launch(serve_later if self.target is serve else self.target)
+            self._spare = _Spare(*self._launch(serve_later if self.target is serve else self.target))
+
+    def foresee(self, problem: Problem) -> None:
+        """Have the child that is for later compile what the finals of `problem` need, while this one measures."""
+        if self._spare is not None:
+            with contextlib.suppress(OSError):  # it has ended: another one is started when it is needed
+                self._spare.connection.send(("foresee", (problem,)))
+                self._spare.owed.append(problem)
 
     def _launch(self, target: Any) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
@@ -102,10 +117,12 @@ class Worker:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
             spare, self._spare, self._opened = self._spare, None, None
-            self._process, self._connection = spare or self._launch(self.target)
+            self._process, self._connection = (spare.process, spare.connection) if spare else self._launch(self.target)
             try:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
+                    for _ in spare.owed if spare else ():
+                        self._receive(OPEN_SECONDS)
             except (EOFError, OSError, WorkerError) as error:  # TimeoutError is an OSError
                 self.stop()
                 if spare is not None:  # it may have been refused beside the first one, which has ended by now
@@ -130,12 +147,29 @@ class Worker:
 
     def screen(self, config: Config, resources: Resources | None) -> Trial:
         """Verify and time one config. Whatever happens to the child, a trial comes back."""
+        (trial,) = self.screens([(config, resources)])
+        return trial
+
+    def screens(self, wanted: Sequence[tuple[Config, Resources | None]]) -> Iterator[Trial]:
+        """The same for several, in their order. The child is at the next one while the caller stores a trial."""
         assert self.problem is not None
-        found = self._guarded("screen", (config, resources), SCREEN_SECONDS)
-        if isinstance(found, Trial):
-            return found
-        state, reason = found
-        return Trial(self.problem, config, state, reason=reason, resources=resources)
+        under_way = False
+        try:
+            for number, (config, resources) in enumerate(wanted):
+                if not under_way:
+                    self._ready()
+                    self._send("screen", (config, resources))
+                found, under_way = self._outcome(SCREEN_SECONDS), False
+                if number + 1 < len(wanted) and self._process is not None:
+                    self._send("screen", wanted[number + 1])
+                    under_way = True
+                if isinstance(found, Trial):
+                    yield found
+                else:
+                    yield Trial(self.problem, config, found[0], reason=found[1], resources=resources)
+        finally:
+            if under_way:  # nobody will read the answer
+                self.stop()
 
     def finals(self, trials: Sequence[Trial]) -> list[Trial]:
         """Time finalists side by side; those that fail the gate this time are left out. If the child dies of it, one by
@@ -159,6 +193,12 @@ class Worker:
             self._process = self._connection = self._opening = None
 
     def _guarded(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
+        self._ready()
+        self._send(method, arguments)
+        return self._outcome(seconds)
+
+    def _ready(self) -> None:
+        """Have a child that runs and has the problem open. Raises WorkerError."""
         try:
             self.start()
             with self.seconds.on("opening problems"):
@@ -167,8 +207,11 @@ class Worker:
             self.stop()
             reason = str(error) or type(error).__name__
             raise WorkerError(f"cannot measure {self.problem and self.problem.label()}: {reason}") from error
+
+    def _outcome(self, seconds: float) -> Any:
+        """What the child answers, or what has become of it."""
         try:
-            answer = Answer(*self._call(method, arguments, seconds))
+            answer = Answer(*self._receive(seconds))
         except TimeoutError:
             self.stop()
             return TrialState.TIMEOUT, f"no answer within {seconds:g} s"
@@ -195,13 +238,14 @@ class Worker:
                     raise
                 self.start()  # the error of a problem that is not wanted any more has ended the child
         if self._opened != self.problem:
-            self._call("open", (self.problem,), OPEN_SECONDS)
+            self._send("open", (self.problem,))
+            self._receive(OPEN_SECONDS)
             self._opened = self.problem
 
-    def _call(self, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
+    def _send(self, method: str, arguments: tuple[Any, ...]) -> None:
         assert self._connection is not None
-        self._connection.send((method, arguments))
-        return self._receive(seconds)
+        with contextlib.suppress(OSError):  # it has ended: reading the answer says so
+            self._connection.send((method, arguments))
 
     def _receive(self, seconds: float) -> Any:
         assert self._connection is not None

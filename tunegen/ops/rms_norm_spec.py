@@ -214,7 +214,6 @@ def torch_call(problem: Problem, given: dict[str, Tensor]) -> Callable[[], dict[
 
 def compiled_call(problem: Problem) -> Callable[[dict[str, Tensor]], Callable[[], dict[str, Tensor]]]:
     """`torch.compile` of the plain formula, shapes static, for any number of inputs; backward through autograd."""
-    torch.compiler.reset()  # each problem is compiled as if it were the only one: no recompile limit, no dynamic shapes
     compiled = torch.compile(formula(problem), dynamic=False)
     return lambda given: _call(problem, given, compiled)
 
