@@ -41,6 +41,7 @@ def outcome(finals: Sequence[Trial]) -> dict[str, Any]:
         "band": won.band,
         "tied": [t.config.label() for t in among],
         "width": round(max(map(score, among)) / min(map(score, among)) - 1, 5),
+        "scores": {t.config.label(): round(score(t), 5) for t in finals},
     }
 
 

@@ -32,7 +32,7 @@ def test_baseline_is_compiled_once_for_all_inputs(direction):
 def test_baselines_of_many_problems_stay_compiled():
     """They are compiled while another process searches, and timed afterwards; torch stops at eight of one function."""
     problems = [Problem("rms_norm", "forward", 64, rows, "fp32", "fp32") for rows in range(2, 12)]
-    forms = [compiled_form(problem, CPU, 0) for problem in problems]
+    forms = [compiled_form(SPEC, problem, SPEC.inputs(problem, CPU, 0)) for problem in problems]
     torch._dynamo.utils.counters.clear()
     with compiling_here(), torch.compiler.set_stance("fail_on_recompile"):
         for problem, form in zip(problems, forms, strict=True):

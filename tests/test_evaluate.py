@@ -32,7 +32,7 @@ class Here(Session):
         self.benches, self.times = [], list(times)
         self.bench = self._bench(0.2)
         self.verdict = Verdict(True, 0.5)
-        self.best, self.by_machine, self.seconds = None, {}, Spent()
+        self.form, self.best, self.by_machine, self.seconds = None, None, {}, Spent()
         self.grid, self.verified = (1,), []
 
     def _bench(self, warm_up):
@@ -259,10 +259,26 @@ def test_replays_that_are_measured_are_told_apart_from_what_is_spent_around_them
 def test_only_the_first_problem_of_a_process_is_warmed_up_for_long(monkeypatch):
     opened = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(serving, "Session", lambda *given: opened.append(given[-1]))
+    monkeypatch.setattr(serving, "Session", lambda *given: opened.append(given[-2:]))
     found = Server.__new__(Server)
     found.warm, found.facts, found.device, found.seed = False, SimpleNamespace(silicon=H200), None, 0
+    found.forms = {PROBLEM: "compiled"}
     found.ahead = SimpleNamespace(join=lambda: opened.append("joined"))
     for _ in range(2):
         found.open(PROBLEM)
-    assert opened == ["joined", WARM_UP_SECONDS, "joined", serving.WARM_UP_AGAIN]
+    assert opened == ["joined", (WARM_UP_SECONDS, "compiled"), "joined", (serving.WARM_UP_AGAIN, None)]
+
+
+def test_baseline_that_is_foreseen_is_compiled_and_a_failure_is_left_to_the_finals(monkeypatch):
+    found = Server.__new__(Server)
+    found.device, found.seed, found.forms = torch.device("cpu"), 0, {}
+    found.ahead = SimpleNamespace(join=lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found.foresee(replace(PROBLEM, rows=2, hidden=8, x_dtype="fp32", weight_dtype="fp32"))
+    monkeypatch.setattr(serving, "compiled_form", lambda *_: fail(RuntimeError("no compiler")))
+    found.foresee(PROBLEM)
+    ((problem, form),) = found.forms.items()
+    assert problem.hidden == 8
+    given = SPEC.inputs(problem, found.device, 1)
+    got, want = form(given)(), SPEC.expected(problem, given, torch.float64)
+    assert torch.allclose(got["y"].double(), want["y"].value, atol=1e-5)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .ahead import compiling_here
-from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds, tensors_of
+from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds
 from .compile import first_line
 from .dispatch import LOG, ROWS_REACH
 from .errors import CompileError
@@ -21,6 +21,7 @@ from .launch import Variant
 from .model import TORCH_FAMILY, Config, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .render import combined_digest, renderings
+from .spec import OpSpec
 from .spending import Spent
 from .verify import Gate, Verdict, variant_runner
 
@@ -159,8 +160,8 @@ class Session:
     def _compiled_form(self) -> Form | None:
         """The plain formula, compiled; None where torch.compile makes nothing of it: the others go without it."""
         try:
-            with self.seconds.on("compiling the plain formula"):
-                self.form = self.form or compiled_form(self.problem, self.device, self.seed)
+            with self.seconds.on("compiling the plain formula"), torch.cuda.stream(self.bench.stream):
+                self.form = self.form or compiled_form(self.spec, self.problem, self.bench.tensors[0])
         except Exception as error:
             LOG.warning("%s: no torch.compile beside it: %s", self.problem.label(), first_line(error))
         return self.form
@@ -208,12 +209,11 @@ class Session:
         return outputs if rstd else outputs - {"rstd"}
 
 
-def compiled_form(problem: Problem, device: torch.device, seed: int) -> Form:
-    """The plain formula of a problem, compiled for tensors like its own. Raises whatever `torch.compile` raises."""
-    spec = op_spec(problem.op)
+def compiled_form(spec: OpSpec, problem: Problem, tensors: dict[str, Tensor]) -> Form:
+    """The plain formula of a problem, compiled for tensors like these. Raises whatever `torch.compile` raises."""
     with compiling_here():
         form = spec.compiled_call(problem)
-        form(tensors_of(spec, problem, device, seed))()
+        form(tensors)()
     return form
 
 

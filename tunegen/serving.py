@@ -10,10 +10,11 @@ import torch
 
 from . import silicon
 from .ahead import NICE, Ahead, load_autograd_quietly, load_compiler
-from .bench import WARM_UP_SECONDS
+from .bench import WARM_UP_SECONDS, tensors_of
 from .compile import first_line
 from .evaluate import Form, Session, compiled_form
 from .model import Config, Problem, Resources, Trial, TrialState
+from .ops import op_spec
 from .worker import Answer, Facts, installed_versions
 
 KEPT_BYTES = 1 << 30
@@ -40,8 +41,11 @@ class Server:
         """Compile the baseline of `problem`, for its finals. It runs once, on inputs that are then dropped: a few
         kernels beside what another process measures. A failure comes up again in the finals, with its reason."""
         self.ahead.join()
+        spec = op_spec(problem.op)
         with suppress(Exception):
-            self.forms[problem] = compiled_form(problem, self.device, self.seed)
+            tensors = tensors_of(spec, problem, self.device, self.seed)
+            self.forms[problem] = compiled_form(spec, problem, tensors)
+            del tensors
         torch.cuda.empty_cache()
 
     def open(self, problem: Problem) -> None:
