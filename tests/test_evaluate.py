@@ -150,6 +150,19 @@ def test_finals_take_their_rounds_on_buffers_of_their_own_and_compile_the_formul
     assert len(session.benches) == FINAL_ROUNDS == len(times)
 
 
+def test_finalist_that_cannot_win_any_more_plays_one_round(digest):
+    """And the baselines too; whose turn it is follows the first round, not the screening."""
+    order = [9.0, 30.0, 8.0, 8.1]  # the first is 12 % behind the third: a small problem's band is 5 % at most
+    session = Here([*order, *[8.0, 8.1] * (FINAL_ROUNDS - 1)])
+    kinds = ("measured", "baseline", "measured", "measured")
+    configs = [Config.of("tile", {"ROWS": rows, "num_warps": 4}) for rows in (1, 2, 4, 8)]
+    trials = [Trial(PROBLEM, c, TrialState.OK, kind=kind) for c, kind in zip(configs, kinds, strict=True)]
+    found = session.finals(trials)
+    assert [len(trial.measurement.rounds) for trial in found] == [1, 1, FINAL_ROUNDS, FINAL_ROUNDS]
+    assert [trial.measurement.us for trial in found] == order
+    assert len(session.benches) == FINAL_ROUNDS
+
+
 def test_kernel_whose_timing_failed_stands_for_no_other(digest):
     session = Here()
     session.bench.screen = lambda graph, best: fail(RuntimeError("out of memory"))

@@ -38,12 +38,12 @@ from tunegen.bench import CONTENDER
 from tunegen.dispatch import triton_minor
 from tunegen.errors import SearchSpaceError, WorkerError
 from tunegen.evaluate import COMPILED, TORCH
-from tunegen.model import PROTOCOL, Config
+from tunegen.model import PROTOCOL, Config, Trial, TrialState
 from tunegen.ops import op_spec
 from tunegen.pool import CompilePool
 from tunegen.recorded import RecordedCall, Recording
 from tunegen.sampler import Sampler
-from tunegen.standing import FINALISTS
+from tunegen.standing import FEWEST, FINALISTS, shortlist
 from tunegen.store import Store
 from tunegen.sweep import sweep_gpu
 
@@ -137,12 +137,22 @@ def test_every_candidate_is_screened_once_and_the_best_are_timed_again(bench):
     assert sorted(bench.gpu.lines("screen")) == sorted(f"{PROBLEM.label()} {c.label()}" for c in ALL)
     (finals,) = bench.gpu.lines("finals")
     times = sorted(us_of(PROBLEM, c) for c in TILES)
-    near = [c for c in TILES if us_of(PROBLEM, c) <= min(times[0] * (1 + CONTENDER), times[FINALISTS - 1])]
+    within = sum(time <= times[0] * (1 + CONTENDER) for time in times)
+    assert within < FEWEST < len(TILES)
+    near = [c for c in TILES if us_of(PROBLEM, c) <= times[FEWEST - 1]]
     wanted = {*near, DEFAULT, TORCH, COMPILED}
-    assert DEFAULT not in near
     assert configs(result.finals) == sorted(c.label() for c in wanted)
     assert finals.startswith(f"{PROBLEM.label()} {BEST.label()}")
     assert {t.stage for t in result.finals} == {"final"}
+
+
+@pytest.mark.parametrize(("within", "finalists"), [(3, FEWEST), (10, 10), (FINALISTS, FINALISTS), (15, FINALISTS)])
+def test_as_many_go_to_the_finals_as_are_near_the_best(within, finalists):
+    configs = [Config.of("tile", {"ROWS": i, "num_warps": 1}) for i in range(20)]
+    far = [10 * (1 + CONTENDER) + i for i in range(1, 21 - within)]
+    us = [10 + i / 100 for i in range(within)] + far
+    trials = [Trial(PROBLEM, c, TrialState.OK, measurement=measurement(t)) for c, t in zip(configs, us, strict=True)]
+    assert [trial.config for trial in shortlist(trials[::-1], None)] == configs[:finalists]
 
 
 def test_finals_run_in_a_fresh_process(bench):

@@ -13,7 +13,8 @@ from tunegen.bench import of_rounds, summarize
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Config, Resources, Trial, TrialState
 from tunegen.store import Store
-from tunegen.ties import LIMITS_LARGE, LIMITS_SMALL, band, judged, student_t, winner
+from tunegen.ties import LARGE as FROM
+from tunegen.ties import LIMITS_LARGE, LIMITS_SMALL, MOST, band, judged, may_win, student_t, winner
 
 LARGE, SMALL = 128_000_000, 8_000_000
 
@@ -63,6 +64,14 @@ def test_limits_are_those_of_large_problems_from_sixty_megabytes():
 def test_band_of_a_single_kernel_is_that_of_its_rounds():
     """Two degrees of freedom: Student's 4.30 standard errors."""
     assert band([[1.0, 1.003, 0.997]], LARGE) == pytest.approx(4.27 * (2 / 3) ** 0.5 * 0.003, rel=0.02)
+
+
+@pytest.mark.parametrize(("moved", "widest"), [(FROM, 0.025), (FROM - 1, 0.06)])
+def test_one_round_sends_home_whoever_could_not_tie(moved, widest):
+    scores = {7: 1.0 + widest + 1e-6, 3: 1.0 + widest - 1e-6, 5: 1.0}
+    assert may_win(scores, moved) == [5, 3]
+    assert may_win(dict.fromkeys(range(20), 1.0), moved) == list(range(MOST))
+    assert may_win({}, moved) == []
 
 
 def final(config, us, rounds=(), **changes):

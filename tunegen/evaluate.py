@@ -23,6 +23,7 @@ from .ops import op_spec
 from .render import combined_digest, renderings
 from .spec import OpSpec
 from .spending import Spent
+from .ties import may_win
 from .verify import Gate, Verdict, variant_runner
 
 TORCH = Config(TORCH_FAMILY)
@@ -128,8 +129,8 @@ class Session:
         return worst
 
     def finals(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Time finalists side by side in rounds of many blocks, each round on buffers of its own; they are verified
-        again first, since this is another process."""
+        """Time finalists side by side in rounds of many blocks, each round on buffers of its own, until they have lost;
+        they are verified again first, since this is another process."""
         good: list[Trial] = []
         makes: list[Make] = []
         for trial in trials:
@@ -147,15 +148,23 @@ class Session:
                 trial = replace(trial, digest=combined_digest(self.problem, trial.config, self.spec))
                 makes.append(partial(_calls_of_variant, variants[0]))
             good.append(replace(trial, stage="final"))
-        rounds: list[list[Measurement]] = [[] for _ in good]
+        rounds = self._rounds(makes, [trial.kind == "measured" for trial in good])
+        return [replace(trial, measurement=of_rounds(own)) for trial, own in zip(good, rounds, strict=True)]
+
+    def _rounds(self, makes: Sequence[Make], rivals: Sequence[bool]) -> list[list[Measurement]]:
+        """The rounds of each finalist. The first is for all of them, side by side: scores of the screening are of
+        other minutes. The others are for those of the `rivals` that may still win."""
+        rounds: list[list[Measurement]] = [[] for _ in makes]
+        playing = list(range(len(makes)))
         for number in range(FINAL_ROUNDS):
-            if number:
+            if number == 1:
+                scores = {i: rounds[i][0].score for i, rival in enumerate(rivals) if rival}
+                playing = sorted(may_win(scores, self.spec.bytes_moved(self.problem)))
+            if number and playing:
                 self._renew()
-            # A baseline ties with nobody: one round is enough for it.
-            playing = [i for i, trial in enumerate(good) if not number or trial.config != COMPILED]
             for i, measurement in zip(playing, self._round([makes[i] for i in playing]), strict=True):
                 rounds[i].append(measurement)
-        return [replace(trial, measurement=of_rounds(own)) for trial, own in zip(good, rounds, strict=True)]
+        return rounds
 
     def _compiled_form(self) -> Form | None:
         """The plain formula, compiled; None where torch.compile makes nothing of it: the others go without it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .model import TORCH_FAMILY, Config, Trial
@@ -66,8 +66,18 @@ def student_t(freedom: int) -> float:
     )
 
 
+ONE_ROUND, MOST = 0.01, 8
+"""One round of a kernel is off by .05 to .85 % (standard deviation, H200, 12 problems)."""
 NEAR = 0.5
 """Of the band: within so much of the best the tie-breakers decide."""
+
+
+def may_win(scores: Mapping[int, float], bytes_moved: int) -> list[int]:
+    """Which of these finalists, by their numbers, go on after one round: at most MOST, best first, all within the
+    widest band of the best and what one round may be off by."""
+    _, most = LIMITS_LARGE if bytes_moved >= LARGE else LIMITS_SMALL
+    limit = min(scores.values(), default=0.0) * (1 + most + ONE_ROUND)
+    return sorted((i for i in scores if scores[i] <= limit), key=scores.__getitem__)[:MOST]
 
 
 def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) -> list[Trial]:
