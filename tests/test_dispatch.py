@@ -123,13 +123,14 @@ def test_a_broken_template_is_no_answer_and_no_error(answers, monkeypatch):
 
 @pytest.fixture
 def launches(answers, monkeypatch):
-    """Launch backward with these gradients, in place of real kernels by `variant`, FIRST tuned before SECOND. The
-    gradients are made of x."""
-    answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    """Launch backward with these gradients, in place of real kernels by `variant`; FIRST is tuned before
+    SECOND, in trials of `stage`, or without one nothing is. The gradients are made of x."""
     bf16 = torch.bfloat16
     key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
 
-    def run(variant, gradients):
+    def run(variant, gradients, stage="final"):
+        if stage is not None:
+            answers(timed(FIRST, 10.0, stage=stage), timed(SECOND, 20.0, stage=stage))
         monkeypatch.setattr(dispatch.Choice, "variant", variant)
         dispatch.forget()
         x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
@@ -179,6 +180,21 @@ def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(laun
     assert launched == [(FIRST, ()), (FIRST, ("dy",)), (FIRST, ()), (FIRST, ()), (FIRST, ())]
     (record,) = [r for r in caplog.records if "copying them" in r.getMessage()]
     assert "no such thing" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "nested"), [("final", FIRST, ("dy",)), ("screen", FIRST, ()), (None, DEFAULT, ("dy",))]
+)
+def test_nested_rows_are_read_in_place_only_by_what_was_verified_so(launches, stage, config, nested):
+    """Only finals verify a trial for nested rows; a built-in default was verified when tunegen was tested."""
+    launched = []
+
+    def variant(choice, save_rstd, offset, nested):
+        launched.append((choice.config, nested))
+        return lambda rows, arguments: None
+
+    launches(variant, [heads, rows_like_x], stage)
+    assert launched == [(config, nested), (config, ())]
 
 
 # Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is

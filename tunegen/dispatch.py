@@ -93,7 +93,7 @@ class Choice:
         self.problem, self.config, self.rung, self.device = problem, config, rung, device
         self.stored = stored
         self.saves_rstd = config is not None and config.structure.get("RSTD") == "saved"
-        self.nests = True  # does its rendering for nested rows run here?
+        self.nests = reads_nested(stored)
         self._variants: dict[tuple[bool, float, tuple[str, ...]], Variant] = {}
 
     def variant(self, save_rstd: bool, offset: float, nested: tuple[str, ...] = ()) -> Variant:
@@ -121,6 +121,12 @@ class Choice:
         constants = spec.constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)
+
+
+def reads_nested(stored: StoredChoice | None) -> bool:
+    """Whether a choice reads nested rows where they lie: of stored trials only finals were verified in that form. A
+    built-in default has no trial, and ships with that form tested."""
+    return stored is None or stored.final
 
 
 class _Demoted(NamedTuple):

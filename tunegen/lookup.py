@@ -29,7 +29,7 @@ _WAIT_SECONDS = 0.12
 _warned: set[str] = set()
 _PROBLEM = tuple(field.name for field in fields(Problem) if field.name != "rows")
 _ORDER = "final DESC, tie DESC, rank, spills, warps, parameters, family, id"
-_COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half")
+_COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half", "final")
 _KEY = "silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol AND " + " AND ".join(
     f"{name} = :{name}" for name in _PROBLEM
 )
@@ -38,7 +38,8 @@ _REJECTED = f"SELECT DISTINCT family, parameters, digest FROM trials WHERE {_KEY
 
 
 class StoredChoice(NamedTuple):
-    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished."""
+    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished, `final`
+    that it was timed in the finals, which verify it for nested rows too."""
 
     family: str
     parameters: dict[str, Value]
@@ -48,6 +49,7 @@ class StoredChoice(NamedTuple):
     silicon_name: str
     trial_id: int
     half: bool
+    final: bool
 
 
 def database_exists(path: Path) -> bool:
@@ -120,7 +122,7 @@ def _plain(value: object) -> object:
 
 def _choice(row: tuple[Any, ...]) -> StoredChoice | None:
     """The row as a choice; None when anything in it is unreadable or of the wrong type."""
-    family, parameters, digest, rows, us, silicon, trial_id, half = row
+    family, parameters, digest, rows, us, silicon, trial_id, half, final = row
     try:
         texts = [text.decode("utf-8") for text in (family, digest, silicon)]
         values = json.loads(parameters.decode("utf-8"))
@@ -130,7 +132,7 @@ def _choice(row: tuple[Any, ...]) -> StoredChoice | None:
         return None
     if not texts[0] or type(rows) is not int or rows < 1 or type(us) is not float or not 0 < us < math.inf:
         return None
-    return StoredChoice(texts[0], values, texts[1], rows, us, texts[2], trial_id, bool(half))
+    return StoredChoice(texts[0], values, texts[1], rows, us, texts[2], trial_id, bool(half), bool(final))
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
