@@ -20,7 +20,7 @@ LAYERS = {
     ),
     "making": "render migrations records liveness store exporting exported importing defaults sampler",
     "running": (
-        "compile launch lookup dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
+        "compile launch lookup passing dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
         "ops.add_rms_norm ops.rms_norm_module explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import paths
-from .dispatch import ROWS_REACH, Key, Rung, policy_of, reads_nested, remembered, rungs, silicon_of, standing
+from .dispatch import ROWS_REACH, Key, Rung, policy_of, remembered, rungs, silicon_of, standing
 from .model import RMS_NORM, TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
 from .policies import FASTEST, INVARIANT
@@ -123,7 +123,7 @@ def _layouts(problem: Problem, rung: Rung, key: Key | None) -> str | None:
     """What becomes of rows at no common distance, None where there is nothing to be said of it."""
     if rung.config is None or problem.policy == INVARIANT or not op_spec(problem.op).nestable(problem):
         return None
-    if not reads_nested(rung.stored):
+    if rung.stored is not None and not rung.stored.final:
         return COPIED_UNVERIFIED
     made = None if key is None else remembered(key)
     if made is not None and made.config == rung.config and not made.nests:

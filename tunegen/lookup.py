@@ -27,6 +27,7 @@ logger = logging.getLogger("tunegen")
 # SQLite waits once to read the schema and once to read rows: a miss comes after 0.24 s at most.
 _WAIT_SECONDS = 0.12
 _warned: set[str] = set()
+_failed_reads = 0
 _PROBLEM = tuple(field.name for field in fields(Problem) if field.name != "rows")
 _ORDER = "final DESC, tie DESC, rank, spills, warps, parameters, family, id"
 _COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half", "final")
@@ -35,6 +36,12 @@ _KEY = "silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol A
 )
 _QUERY = f"SELECT {', '.join(_COLUMNS)} FROM candidates WHERE {_KEY} AND kind = 'measured' ORDER BY rows, {_ORDER}"
 _REJECTED = f"SELECT DISTINCT family, parameters, digest FROM trials WHERE {_KEY} AND state = 'incorrect'"
+
+
+def failed_reads() -> int:
+    """How often in this process a database that may be sound could not be read, locked by a writer say: what was found
+    meanwhile is not what it holds."""
+    return _failed_reads
 
 
 class StoredChoice(NamedTuple):
@@ -84,6 +91,7 @@ def find_rejected(
 def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], query: str) -> list[tuple[Any, ...]]:
     """Raw rows with text as bytes, since one that is no UTF-8 must not fail the query; [] from a file that is not
     sound."""
+    global _failed_reads
     if not database_exists(path):
         return []
     key = key | {name: _plain(getattr(problem, name)) for name in _PROBLEM}
@@ -99,6 +107,7 @@ def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], q
         elif "no such column" in str(error):
             _warn_once(path, "database %s is of an older tunegen and not used: run `tunegen sweep`", path)
         else:
+            _failed_reads += 1
             logger.debug("database %s not used: %s", path, error)
         return []
 
