@@ -50,7 +50,7 @@ def gate(*arguments):
 def test_command_passes_and_leaves_both_files(tmp_path):
     done = gate("--out", str(tmp_path / "new" / "folder"))
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1].startswith("passed: 16 checks, 0 failed.")
+    assert done.output.splitlines()[-1].startswith("passed without a kernel: 16 checks, 0 failed.")
     assert "the reference in torch operators was checked and not the kernels" in done.output
     assert sorted(os.listdir(tmp_path / "new" / "folder")) == ["curves.png", "gate.json"]
     assert (tmp_path / "new" / "folder" / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -76,6 +76,36 @@ def test_command_fails_with_the_reason(monkeypatch, tmp_path):
     assert any("error of dw over Hugging Face's is" in reason for reason in found["reasons"])
     assert any("movement of a norm's weight" in reason for reason in found["reasons"])
     assert json.loads((tmp_path / "gate.json").read_text())["reasons"] == found["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answers", "fails", "code"),
+    [
+        ([], {}, False, 3),
+        ([], {}, True, 1),
+        (["--device", "cpu"], {}, False, 0),
+        (["--device", "cpu"], {}, True, 1),
+        (["--device", "cuda:0"], {}, False, 3),
+        (["--device", "cuda:0"], {"forward": "single_block"}, False, 0),
+    ],
+)
+def test_passed_without_a_kernel_is_a_verdict_only_if_asked_for(
+    monkeypatch, made_up, tmp_path, arguments, answers, fails, code
+):
+    """It ended with 0 on a machine whose GPU torch does not see, as if the kernels had passed."""
+
+    def done(setting, device, say=None, norm=None):
+        return run.Outcome([Check("curves", "all", 2.0 * fails, 1.0)], made_up, setting, "", {}, answers)
+
+    monkeypatch.setattr(run, "run", done)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ended = CliRunner().invoke(cli.main, ["gate", "--out", str(tmp_path), *arguments])
+    assert ended.exit_code == code, ended.output
+    verdict = "failed" if fails else "passed" if answers else "passed without a kernel"
+    assert ended.output.splitlines()[-1].startswith(f"{verdict}: 1 checks")
+    assert json.loads((tmp_path / "gate.json").read_text())["kernels_checked"] == bool(answers)
+    assert "with 3 if they" in " ".join(CliRunner().invoke(cli.main, ["gate", "--help"]).output.split())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +162,7 @@ def test_verdict_is_shown_though_it_cannot_be_saved(at_once, monkeypatch, tmp_pa
     done = gate("--out", str(tmp_path), *as_json)
     assert done.exit_code == 2
     *_, verdict, error = done.output.splitlines()
-    assert verdict.startswith("passed: 1 checks, 0 failed.")
+    assert verdict.startswith("passed without a kernel: 1 checks, 0 failed.")
     place = tmp_path / "gate.json"
     assert error == f"tunegen: cannot write {place}: No space left on device; give --out another folder"
     if as_json:

@@ -30,6 +30,7 @@ def as_json(outcome: Outcome, command: str, began: datetime, seconds: float) -> 
         "date": began.isoformat(timespec="seconds"),
         "passed": not outcome.reasons,
         "reasons": outcome.reasons,
+        "kernels_checked": outcome.kernels,
         "subject": outcome.subject,
         "versions": outcome.versions,
         "seconds": round(seconds, 1),

@@ -35,6 +35,11 @@ class Outcome:
     answers: dict[str, str]
 
     @property
+    def kernels(self) -> bool:
+        """Whether it was the dispatch of a GPU that answered, and not the reference in torch operators."""
+        return bool(self.answers)
+
+    @property
     def reasons(self) -> list[str]:
         """Why the norm does not pass; empty if it does."""
         return [check.reason() for check in self.checks if not check.passed]
