@@ -668,3 +668,56 @@ def test_bytes_that_are_no_text_are_one_line(tmp_path, db):
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+# Policies
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "told"),
+    [
+        ("", [], "fastest"),
+        ("deterministic", [], "deterministic"),
+        ("deterministic", ["--policy", "invariant"], "invariant"),
+        ("invariant", ["--policy", "fastest"], "fastest"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        ("explain --hidden 64 --rows 4", "tunegen.single.explain_problems"),
+        ("sweep --hidden 64", "tunegen.commands.run_sweep"),
+        ("try rms_norm.forward single_block --hidden 64", "tunegen.single.try_one"),
+        ("render forward --hidden 64", "tunegen.rendered.render_kernel"),
+    ],
+    ids=lambda text: text.partition(" ")[0],
+)
+def test_commands_are_under_the_policy_of_calls_in_their_shell(
+    monkeypatch, variable, arguments, told, command, function
+):
+    seen = []
+
+    def noted(problems, *_, **__):
+        seen.extend(problems if isinstance(problems, list) else [problems])
+        return ("as given", "")
+
+    monkeypatch.setattr(function, noted)
+    monkeypatch.setenv("TUNEGEN_POLICY", variable)
+    output(*shlex.split(command), *arguments)
+    assert {problem.policy for problem in seen} == {told}
+
+
+def test_an_unknown_policy_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("TUNEGEN_POLICY", "fast")
+    assert refused("explain", "--hidden", "64", "--rows", "4") == (
+        "Error: the variable TUNEGEN_POLICY must be one of fastest, deterministic, invariant, got 'fast'"
+    )
+
+
+def test_show_takes_a_policy_and_says_that_calls_are_under_another(db, monkeypatch):
+    assert "no winners match" in output("show", "--policy", "deterministic", "--db", db)
+    assert output("show", "--policy", "fastest", "--db", db) == output("show", "--db", db)
+    assert run("show", "--db", db).stderr == ""
+    monkeypatch.setenv("TUNEGEN_POLICY", "deterministic")
+    assert run("show", "--db", db).stderr.startswith("TUNEGEN_POLICY is deterministic, which calls are under;")
+    assert run("show", "--policy", "fastest", "--db", db).stderr == ""

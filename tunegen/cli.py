@@ -134,7 +134,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 @db_option
 @json_option
 def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
-    """Winners or all trials in the database.
+    """Winners or all trials in the database, of all policies unless --policy names one.
 
     Example: tunegen show trials --state compile
     """

@@ -181,6 +181,9 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     if console is None:
         click.echo(json.dumps(rows, indent=2))
         return
+    if (policy := paths.policy()) and "policy" not in filters:
+        told = "they also use what was tuned under fastest, less what theirs forbids: tunegen explain says what answers"
+        click.echo(f"TUNEGEN_POLICY is {policy}, which calls are under; {told}.", err=True)
     if not rows:
         console.print(f"no {what} match in {db}", soft_wrap=True)
         return

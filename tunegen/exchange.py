@@ -48,7 +48,7 @@ def _defaults(store: Store, arch: str | None, filters: dict[str, Any]) -> str:
     from .defaults import defaults_yaml
     from .space import load_space
 
-    for name in ("family", "state", "kind"):
+    for name in ("family", "state", "kind", "policy"):
         if name in filters:
             raise click.UsageError(f"--defaults compares all measured finals; leave --{name} out")
     space, dtype = load_space(filters.pop("op", RMS_NORM)), filters.pop("x_dtype", "bf16")
