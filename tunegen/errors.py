@@ -31,6 +31,10 @@ class BuildError(TunegenError):
     """Kernel files cannot be written or read: rendered ones, or Triton's compile cache. No fault of the kernel."""
 
 
+class VariableError(TunegenError, ValueError):
+    """An environment variable has a value that is none of its choices."""
+
+
 class StoreError(TunegenError):
     """The database cannot be opened, written or understood."""
 
