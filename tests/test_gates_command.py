@@ -139,7 +139,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package,
     monkeypatch.setitem(sys.modules, package, None)
     done = gate("--out", str(tmp_path))
     assert done.exit_code == 2
-    assert f'pip install "tunegen[{extra}]"' in done.output
+    assert f"install it with: pip install -e '.[{extra}]'" in done.output
     assert os.listdir(tmp_path) == []
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def installs(extra: str) -> str:
+    """The command that installs an extra, for a message: of a checkout, as tunegen is in no package index."""
+    return f"pip install -e '.[{extra}]' (in a checkout of tunegen)"
+
+
 class TunegenError(Exception):
     """Base of all errors raised by tunegen itself; the command line prints it as one line and exits with 2."""
 
