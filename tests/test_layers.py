@@ -24,7 +24,7 @@ LAYERS = {
         "ops.add_rms_norm ops.rms_norm_module explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
-    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
+    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target needs attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "

@@ -60,8 +60,8 @@ class PatchReport(NamedTuple):
 
 MOST_KINDS = 5
 REMEDY = (
-    "patch takes norms that compute x / sqrt(mean(x^2) + eps) * weight over the last axis; where another norm may become "
-    "one, use tunegen.RMSNorm, or call tunegen.rms_norm in its forward"
+    "patch takes norms that compute x / sqrt(mean(x^2) + eps) * weight over the last axis; where another norm may "
+    "become one, use tunegen.RMSNorm, or call tunegen.rms_norm in its forward"
 )
 
 
