@@ -38,6 +38,12 @@ def database(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     return path_of(ctx, param, value or None) or paths.database()
 
 
+def new_folder(db: Path) -> str:
+    """What to say before a database is made in a folder that is not there, which makes that too; else ""."""
+    folder = db.absolute().parent
+    return "" if folder.exists() else f"making the folder {folder} for the database"
+
+
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
     """Positive integers, separated by commas, the option given once or several times."""
     found = []

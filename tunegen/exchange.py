@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import db_option, filter_options, path_of
+from .cli_options import db_option, filter_options, new_folder, path_of
 from .model import RMS_NORM
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ def import_command(file: Path, db: Path) -> None:
     """
     from .importing import import_file
 
+    told = new_folder(db)
     found = import_file(file, db)
+    if told:
+        click.echo(told)
     for line in found.skipped_lines():
         click.echo(line)
     click.echo(f"{db}: {found.sentence()}")
