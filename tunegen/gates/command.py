@@ -47,7 +47,8 @@ def run_gate(
     outcome, kept = _measured(console, version, Setting(steps, seed, dtype), place)
     _show(console, outcome, kept, as_json)
     if out is not None:
-        record.save(out, outcome, kept)  # last: what is on the screen by now is not lost if this fails
+        for path in record.save(out, outcome, kept):  # last: what is on the screen is not lost if this fails
+            console.print(f"written: {path}", soft_wrap=True)
     if outcome.reasons:
         return 1
     asked_for = device is not None and place.type == "cpu"
