@@ -736,7 +736,7 @@ def test_what_only_reads_makes_no_folder(tmp_path, monkeypatch, command):
     monkeypatch.setenv("TUNEGEN_DB", str(tmp_path / "new" / "folder" / "tune.db"))
     monkeypatch.chdir(tmp_path)
     told = run(*shlex.split(command)).output
-    assert "making the folder" not in told
+    assert "new folder" not in told
     assert dispatch.rejected(paths.database(), FORWARD, H200)(winner()) is False
     assert list(tmp_path.iterdir()) == []
 
@@ -750,7 +750,7 @@ def test_a_folder_that_is_made_is_told_of(tmp_path, monkeypatch, command):
     monkeypatch.setattr("tunegen.importing.read_export", lambda path: Exported([], [], []))
     folder = tmp_path / "new" / "folder"
     command = [*shlex.split(command), "--db", folder / "tune.db"]
-    told = f"making the folder {folder} for the database"
+    told = f"new folder for the database: {folder}"
     assert told in run(*command).output.splitlines()
     assert folder.is_dir()
     assert told not in run(*command).output

@@ -39,9 +39,9 @@ def database(ctx: click.Context, param: click.Parameter, value: str | None) -> P
 
 
 def new_folder(db: Path) -> str:
-    """What to say before a database is made in a folder that is not there, which makes that too; else ""."""
+    """What to say of a database that is made in a folder that is not there, which makes that too; else ""."""
     folder = db.absolute().parent
-    return "" if folder.exists() else f"making the folder {folder} for the database"
+    return "" if folder.exists() else f"new folder for the database: {folder}"
 
 
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:

@@ -70,7 +70,7 @@ def import_command(file: Path, db: Path) -> None:
     told = new_folder(db)
     found = import_file(file, db)
     if told:
-        click.echo(told)
+        click.echo(told, err=True)
     for line in found.skipped_lines():
         click.echo(line)
     click.echo(f"{db}: {found.sentence()}")
