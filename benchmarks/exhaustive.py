@@ -19,6 +19,7 @@ from typing import Any
 
 import cost_model
 import search
+from gpus import need_gpus
 from measured import Candidate, read
 from sweeping import MakeWorker, add_problems, finals_of, first_gpu, problems_of, record, score, sweep, winner, write
 
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus()
     use_space(WIDE)
     rows: list[dict[str, Any]] = []
     for problem in problems_of(options):

@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gpus import need_gpus
 from sweeping import record, write
 
 STORED = "*.autotune.json"
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus()
     turns = [kinds(options.rows, options.hidden, options.db) for _ in range(options.turns)]
     found = summary(turns)
     first = turns[0][0][1]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from gpus import need_gpus
 
 import tunegen
 from tunegen.gates import curves
@@ -46,6 +47,8 @@ def main() -> None:
     if arguments.seeds < 1 or arguments.steps < 2 * curves.LAST:
         parser.error(f"--seeds is at least 1 and --steps at least {2 * curves.LAST}")
     device = torch.device(arguments.device)
+    if device.type == "cuda":
+        need_gpus()
     began = datetime.now(timezone.utc)
     found: dict[str, Figures] = {name: {measure: [] for measure in MEASURES} for name in (RIGHT, *FAULTS)}
     for seed in range(arguments.seeds):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpus import need_gpus
 from rivals.calls import calls_of
 from rivals.cells import Cell
 from rivals.natives import choice_of, functional, ours
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    need_gpus()
     results = []
     for shape in arguments.shape:
         rows, hidden = (int(part) for part in shape.split("x"))

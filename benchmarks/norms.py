@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gpus import need_gpus
 from rich.console import Console
 from rivals.cells import CELLS, QUICK, Cell, chosen
 from rivals.players import ANCHORS, COPY, OURS, PLAYERS, Player, playing
@@ -76,6 +77,7 @@ def _run(given: argparse.Namespace) -> None:
     cells = QUICK if given.quick else given.cells
     for cell in cells:
         playing(cell, [*(given.players or []), *given.without])  # a name that nobody has ends it before anything runs
+    need_gpus()
 
     def measure(cell: Cell, players: list[Player]) -> Found:
         return measured(cell, players, given.rounds, limit=given.limit)

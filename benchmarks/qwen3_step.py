@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpus import need_gpus
 from norm_profile import profiled
 from paired import ratio
 from step_figures import bound, compared, table
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--variant", action="append", help="only these")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
+    need_gpus()
     torch.manual_seed(0)
     actions = {"record": write_recording, "measure": measure, "compiled": compiled, "logits": logits}
     actions[given.what](given)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpus import need_gpus
 from sweeping import MakeWorker, add_problems, finals_of, first_gpu, problems_of, record, score, sweep, winner, write
 
 from tunegen.model import Config, Problem, Trial
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=BUDGET, help="candidates a problem")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), problems_of(options), options.times, options.budget)
     write(options.out, record(found))

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpus import need_gpus
 from sweeping import record, write
 
 from tunegen.store import Store
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=others, default="all", help="what is held against GPU 0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_gpus(2)
     arguments = [part for width in options.hidden for part in ("--hidden", width)]
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:

@@ -66,6 +66,63 @@ def test_file_has_what_is_given_and_nothing_else(tmp_path):
     assert config_of(FORWARD, str(path), {"ROWS": 2}, H200) == Config.of(str(path), {"ROWS": 2})
 
 
+def copy_of(tmp_path, template, name=None):
+    path = tmp_path / f"{name or template}.py.jinja"
+    path.write_text((TEMPLATES / f"{template}.py.jinja").read_text())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "given", "computed"),
+    [
+        ("forward_single_block", "mine", {"ROWS": 1}, {"BLOCK_SIZE": 4096}),
+        ("forward_single_block", "mine", {"ROWS": 1, "BLOCK_SIZE": 8192}, {}),
+        ("forward_split_row_atomic", "mine", {"SPLITS": 4}, {"BLOCK_SIZE": 1024}),
+        (
+            "backward_persistent_partials",
+            "backward_persistent_partials",
+            {"ROWS": 1, "STAGES": 1, "PROGRAMS_PER_SM": 1, "RSTD": "saved"},
+            {"BLOCK_SIZE": 4096, "PDL": "on"},
+        ),
+    ],
+)
+def test_file_has_what_families_compute(tmp_path, template, name, given, computed):
+    problem = BACKWARD if template.startswith("backward") else FORWARD
+    path = copy_of(tmp_path, template, name)
+    assert config_of(problem, path, given, H200) == Config.of(path, {**given, **computed})
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "words"),
+    [
+        ("forward_single_block", {}, r"mine\.py\.jinja needs ROWS too: give values, such as ROWS=1$"),
+        ("forward_split_row_atomic", {}, r"needs SPLITS too: give values, such as SPLITS=\d+$"),
+        (
+            "backward_persistent_partials",
+            {"STAGES": 1},
+            r"needs RSTD, PROGRAMS_PER_SM, ROWS too: give values, such as RSTD=\w+ PROGRAMS_PER_SM=\d+ ROWS=\d+$",
+        ),
+    ],
+)
+def test_all_that_a_file_misses_is_listed_with_an_example(tmp_path, template, given, words):
+    """It was told one at a time, as an error of the compiler."""
+    problem = BACKWARD if template.startswith("backward") else FORWARD
+    with pytest.raises(TunegenError, match=words):
+        config_of(problem, copy_of(tmp_path, template, "mine"), given, H200)
+
+
+def test_every_template_asks_for_what_its_family_has(tmp_path):
+    """Read from the text alone, as of a file that nobody knows."""
+    for (direction, name), family in SPACE.members.items():
+        problem = BACKWARD if direction == "backward" else FORWARD
+        if (whole := next(iter(SPACE.candidates(problem, H200, name)), None)) is None:
+            continue
+        path = copy_of(tmp_path, f"{direction}_{name}")
+        wanted = {key: value for key, value in whole.parameters if key not in ("num_warps", "num_ctas")}
+        free = {key: value for key, value in wanted.items() if not isinstance(family.parameters[key], Rule)}
+        assert config_of(problem, path, free, H200) == Config.of(path, wanted), name
+
+
 @pytest.mark.parametrize(
     ("family", "given", "words"),
     [

@@ -1,8 +1,10 @@
-"""The arithmetic of the benchmarks: ratios of turns with their intervals."""
+"""The benchmarks: ratios of turns with their intervals, and what each script says where there is no GPU."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from paired import CONFIDENCE, Ratio, beyond, ratio
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 def test_ratio_survives_drift_that_both_share():
@@ -49,3 +53,39 @@ def test_turns_must_match():
 def test_gain_must_exceed_what_the_same_thing_differs_by_either_way(low, same, verdict):
     gain, again = (Ratio(1.0, *ends, 0.95, 20) for ends in ((low, 1.1), same))
     assert beyond(gain, again) is verdict
+
+
+SCRIPTS = sorted(
+    str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if "__main__" in path.read_text(encoding="utf-8")
+)
+WITHOUT_A_GPU = {"cost_model.py", "count_norms.py", "measured.py", "search.py"}
+"""They read what was measured, or count."""
+
+ON_A_GPU = {
+    "exhaustive.py": "--folder new",
+    "first_call.py": "",
+    "gate_controls.py": "--device cuda",
+    "headline.py": "--shape 8x64 --out new.json",
+    "norms.py": "run --run one --out new.jsonl",
+    "qwen3_step.py": "measure --out new.json",
+    "repeat.py": "",
+    "two_gpus.py": "",
+}
+
+
+def test_each_script_is_known_to_need_a_gpu_or_none():
+    assert {*SCRIPTS} == WITHOUT_A_GPU | ON_A_GPU.keys(), "a new script: name it here"
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_without_a_gpu_a_script_ends_with_one_sentence(name, tmp_path):
+    if name in ("gate_controls.py", "qwen3_step.py"):
+        pytest.importorskip("transformers")
+    command = [sys.executable, str(FOLDER / name), *ON_A_GPU[name].split()]
+    hidden = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=hidden, capture_output=True, text=True, timeout=120)
+    wanted = "2 NVIDIA GPUs" if name == "two_gpus.py" else "an NVIDIA GPU"
+    told = f"{name} measures on {wanted}, and torch sees none here"
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1:]) == (2, "", [told]), done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -20,10 +20,12 @@ from command import output, run
 from fake_gpu import H200, VERSIONS, make_resources, measurement
 from rich.console import Console
 
-from tunegen import cli, paths
+from tunegen import cli, dispatch, paths
 from tunegen.commands import show_rows
 from tunegen.compile import load
 from tunegen.dispatch import triton_minor
+from tunegen.errors import TunegenError
+from tunegen.exported import Exported
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
 from tunegen.ops import OPS, op_spec
 from tunegen.render import combined_digest, render
@@ -668,3 +670,87 @@ def test_bytes_that_are_no_text_are_one_line(tmp_path, db):
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+# Policies
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "told"),
+    [
+        ("", [], "fastest"),
+        ("deterministic", [], "deterministic"),
+        ("deterministic", ["--policy", "invariant"], "invariant"),
+        ("invariant", ["--policy", "fastest"], "fastest"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        ("explain --hidden 64 --rows 4", "tunegen.single.explain_problems"),
+        ("sweep --hidden 64", "tunegen.commands.run_sweep"),
+        ("try rms_norm.forward single_block --hidden 64", "tunegen.single.try_one"),
+        ("render forward --hidden 64", "tunegen.rendered.render_kernel"),
+    ],
+    ids=lambda text: text.partition(" ")[0],
+)
+def test_commands_are_under_the_policy_of_calls_in_their_shell(
+    monkeypatch, variable, arguments, told, command, function
+):
+    seen = []
+
+    def noted(problems, *_, **__):
+        seen.extend(problems if isinstance(problems, list) else [problems])
+        return ("as given", "")
+
+    monkeypatch.setattr(function, noted)
+    monkeypatch.setenv("TUNEGEN_POLICY", variable)
+    output(*shlex.split(command), *arguments)
+    assert {problem.policy for problem in seen} == {told}
+
+
+def test_an_unknown_policy_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("TUNEGEN_POLICY", "fast")
+    assert refused("explain", "--hidden", "64", "--rows", "4") == (
+        "Error: the variable TUNEGEN_POLICY must be one of fastest, deterministic, invariant, got 'fast'"
+    )
+
+
+def test_show_takes_a_policy_and_says_that_calls_are_under_another(db, monkeypatch):
+    assert "no winners match" in output("show", "--policy", "deterministic", "--db", db)
+    assert output("show", "--policy", "fastest", "--db", db) == output("show", "--db", db)
+    assert run("show", "--db", db).stderr == ""
+    monkeypatch.setenv("TUNEGEN_POLICY", "deterministic")
+    assert run("show", "--db", db).stderr.startswith("TUNEGEN_POLICY is deterministic, which calls are under;")
+    assert run("show", "--policy", "fastest", "--db", db).stderr == ""
+
+
+# Folders of the database
+
+
+READERS = ["show", "show trials", "explain --hidden 64 --rows 4", "render forward --hidden 64", "export out.jsonl"]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_what_only_reads_makes_no_folder(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("TUNEGEN_DB", str(tmp_path / "new" / "folder" / "tune.db"))
+    monkeypatch.chdir(tmp_path)
+    told = run(*shlex.split(command)).output
+    assert "new folder" not in told
+    assert dispatch.rejected(paths.database(), FORWARD, H200)(winner()) is False
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["sweep --hidden 64 --arch sm_90", "import results.jsonl"])
+def test_a_folder_that_is_made_is_told_of(tmp_path, monkeypatch, command):
+    def stop(*_):
+        raise TunegenError("enough")
+
+    monkeypatch.setattr("tunegen.commands.sweep_target", stop)
+    monkeypatch.setattr("tunegen.importing.read_export", lambda path: Exported([], [], []))
+    folder = tmp_path / "new" / "folder"
+    command = [*shlex.split(command), "--db", folder / "tune.db"]
+    told = f"new folder for the database: {folder}"
+    assert told in run(*command).output.splitlines()
+    assert folder.is_dir()
+    assert told not in run(*command).output

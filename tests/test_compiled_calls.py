@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -9,6 +13,7 @@ from helpers import CPU, MARKS, Place, assert_right, draw, error, exact, run, sa
 
 import tunegen
 from tunegen import dispatch, rms_norm
+from tunegen.errors import TunegenError, VariableError
 from tunegen.ops import registered
 
 # Of torch 2.11, as its compiler loads.
@@ -140,10 +145,38 @@ def test_a_graph_is_compiled_again_under_another_policy():
         assert counts.frame_count == graphs
 
 
-def test_an_unknown_mode_is_refused(monkeypatch):
-    monkeypatch.setattr(registered, "MODE", "kernel")
-    with pytest.raises(ValueError, match="the variable TUNEGEN_COMPILE must be one of trace, op, got 'kernel'"):
-        registered.is_operator("fastest")
+COMPILED_CALL = """
+import torch
+from tunegen import rms_norm
+torch.compile(lambda x: rms_norm(x), backend="eager")(torch.ones(2, 8))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"TUNEGEN_COMPILE": "kernel"}, "TUNEGEN_COMPILE must be one of trace, op, got 'kernel'"),
+        ({"TUNEGEN_POLICY": "fast"}, "TUNEGEN_POLICY must be one of fastest, deterministic, invariant, got 'fast'"),
+    ],
+)
+def test_an_unknown_value_of_a_variable_ends_a_compiled_call(variables, told):
+    """Raised while Dynamo traces, an error makes it run the call eagerly: it was never seen."""
+    command = [sys.executable, "-c", COMPILED_CALL]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    *_, error = [line for line in done.stderr.splitlines() if "Error: " in line]
+    assert error.endswith(f"Error: the variable {told}")
+
+
+def test_an_unknown_mode_is_an_error_of_tunegen_and_a_value_error(monkeypatch):
+    monkeypatch.setenv("TUNEGEN_COMPILE", "kernel")
+    with pytest.raises(VariableError) as caught:
+        registered._mode()
+    assert isinstance(caught.value, TunegenError)
+    assert isinstance(caught.value, ValueError)
+    for value in ("", *registered.MODES):
+        monkeypatch.setenv("TUNEGEN_COMPILE", value)
+        assert registered._mode() == (value or "trace")
 
 
 def test_nothing_is_looked_up_while_tracing(operator, monkeypatch):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sqlite3
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from stored import keep
 
-from tunegen import dispatch, render, rms_norm
+from tunegen import dispatch, lookup, passing, render, rms_norm
 from tunegen.errors import CompileError, RenderError
 from tunegen.model import Config, Measurement, Problem, Trial, TrialState
 from tunegen.ops.rms_norm import key_of, launch
@@ -21,6 +23,7 @@ PROBLEM = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
 SPACE = load_space("rms_norm")
 DEFAULT = SPACE.default(PROBLEM, H200)
 FIRST, SECOND = SPACE.candidates(PROBLEM, H200, "persistent_partials")[:2]
+KEY = dispatch.Key("rms_norm", "backward", 4096, 1024, torch.bfloat16, torch.bfloat16, "fp32", False, True, 0)
 BASELINE = SPACE.candidates(PROBLEM, H200, "single_block")[0]
 
 
@@ -123,19 +126,19 @@ def test_a_broken_template_is_no_answer_and_no_error(answers, monkeypatch):
 
 @pytest.fixture
 def launches(answers, monkeypatch):
-    """Launch backward with these gradients, in place of real kernels by `variant`, FIRST tuned before SECOND. The
-    gradients are made of x."""
-    answers(timed(FIRST, 10.0), timed(SECOND, 20.0))
+    """Launch backward with these gradients, in place of real kernels by `variant`; FIRST is tuned before
+    SECOND, in trials of `stage`, or without one nothing is. The gradients are made of x."""
     bf16 = torch.bfloat16
-    key = dispatch.Key("rms_norm", "backward", 4096, 1024, bf16, bf16, "fp32", False, True, 0)
 
-    def run(variant, gradients):
+    def run(variant, gradients, stage="final"):
+        if stage is not None:
+            answers(timed(FIRST, 10.0, stage=stage), timed(SECOND, 20.0, stage=stage))
         monkeypatch.setattr(dispatch.Choice, "variant", variant)
         dispatch.forget()
         x = torch.ones(PROBLEM.rows, PROBLEM.hidden, dtype=bf16)
         tensors = {"x": x, "w": x[0], "rstd": x[:, 0]}
         try:
-            assert all(launch(key, {**tensors, "dy": make(x)}, 1e-6, 0.0, True) is True for make in gradients)
+            assert all(launch(KEY, {**tensors, "dy": make(x)}, 1e-6, 0.0, True) is True for make in gradients)
         finally:
             dispatch.forget()
 
@@ -179,6 +182,102 @@ def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(laun
     assert launched == [(FIRST, ()), (FIRST, ("dy",)), (FIRST, ()), (FIRST, ()), (FIRST, ())]
     (record,) = [r for r in caplog.records if "copying them" in r.getMessage()]
     assert "no such thing" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "nested"), [("final", FIRST, ("dy",)), ("screen", FIRST, ()), (None, DEFAULT, ("dy",))]
+)
+def test_nested_rows_are_read_in_place_only_by_what_was_verified_so(launches, stage, config, nested):
+    """Only finals verify a trial for nested rows; a built-in default was verified when tunegen was tested."""
+    launched = []
+
+    def variant(choice, save_rstd, offset, nested):
+        launched.append((choice.config, nested))
+        return lambda rows, arguments: None
+
+    launches(variant, [heads, rows_like_x], stage)
+    assert launched == [(config, nested), (config, ())]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Sets the time that `passing` goes by."""
+    dispatch.forget()
+    now = [1000.0]
+    monkeypatch.setattr(passing.time, "monotonic", lambda: now[0])
+    yield lambda seconds: now.__setitem__(0, now[0] + seconds)
+    dispatch.forget()
+
+
+@contextmanager
+def locked(path):
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+def test_a_locked_database_is_asked_again_after_a_while(answers, clock, tmp_path):
+    answers(timed(FIRST, 10.0))
+    with locked(tmp_path / "tune.db"):
+        choice = dispatch.choose(KEY)
+    assert choice.config == DEFAULT
+    assert choice.rung == f"built-in default on {H200.name}; the database could not be read"
+    assert list(dispatch.answers().values()) == [DEFAULT.label()]
+    clock(29.0)
+    assert dispatch.choose(KEY) is dispatch.remembered(KEY) is choice
+    clock(2.0)
+    found = dispatch.choose(KEY)
+    assert found.config == FIRST
+    assert dispatch.remembered(KEY) is found
+    keep(tmp_path / "tune.db", timed(SECOND, 1.0))
+    clock(100.0)
+    assert dispatch.choose(KEY) is found, "read once, it stays"
+
+
+def test_while_it_stays_locked_what_was_loaded_stays_loaded_and_one_call_waits(answers, clock, tmp_path, monkeypatch):
+    answers(timed(FIRST, 10.0))
+    other = KEY._replace(rows=4096)
+    with locked(tmp_path / "tune.db"):
+        first, _ = dispatch.choose(KEY), dispatch.choose(other)
+        first._variants["a rendering"] = "loaded"
+        first.nests = False
+        clock(31.0)
+        again = dispatch.choose(KEY)
+        assert again is not first
+        assert (again._variants, again.nests) == ({"a rendering": "loaded"}, False)
+        monkeypatch.setattr(lookup, "_read", None)
+        assert dispatch.choose(other).config is not None, "not read again so soon"
+
+
+def test_no_choice_changes_while_a_graph_is_captured(answers, clock, tmp_path, monkeypatch):
+    answers(timed(FIRST, 10.0))
+    with locked(tmp_path / "tune.db"):
+        choice = dispatch.choose(KEY)
+    clock(31.0)
+    with monkeypatch.context() as capture:
+        capture.setattr(passing, "is_capturing", lambda: True)
+        assert dispatch.choose(KEY) is choice
+    assert dispatch.choose(KEY).config == FIRST
+
+
+@pytest.mark.parametrize("policy", ["deterministic", "invariant"])
+def test_policies_that_promise_the_same_bits_again_keep_what_answered(answers, clock, tmp_path, policy):
+    answers(timed(FIRST, 10.0))
+    key = KEY._replace(policy=policy)
+    with locked(tmp_path / "tune.db"):
+        choice = dispatch.choose(key)
+    clock(31.0)
+    assert dispatch.choose(key) is choice
+
+
+def test_what_was_demoted_or_forgotten_while_the_database_was_locked_is_gone(answers, clock, tmp_path):
+    answers(timed(FIRST, 10.0))
+    with locked(tmp_path / "tune.db"):
+        dispatch.demote(KEY, dispatch.choose(KEY), CompileError("too large"))
+        assert dispatch.choose(KEY).config is None
+    dispatch.forget()
+    assert dispatch.remembered(KEY) is None
+    assert dispatch.choose(KEY).config == FIRST
 
 
 # Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is

@@ -57,6 +57,34 @@ def test_measured_answer_with_its_trial_and_the_runner_up(db):
     assert str(found).endswith("trial 1), 20.00 us there")
 
 
+def test_nested_rows_are_told_of_where_no_finals_verified_them(db, tmp_path):
+    path = db(timed(FIRST, 10.0), timed(SECOND, 20.0, stage="final"))
+    assert explain_problem(path, PROBLEM, H200).layouts is None, "the final comes first"
+    default = explain_problem(tmp_path / "no.db", PROBLEM, H200)
+    assert default.layouts == explanation.UNVERIFIED
+    assert f"\n  layouts   {explanation.UNVERIFIED}\n" in str(default)
+    invariant = replace(PROBLEM, policy="invariant")
+    assert explain_problem(tmp_path / "no.db", invariant, H200).layouts is None, "those are copied under it"
+    assert explain_problem(db(timed(Config("torch"), 5.0, stage="final", digest="-")), PROBLEM, H200).layouts is None
+
+
+def test_what_was_only_screened_copies_nested_rows(db):
+    found = explain_problem(db(timed(FIRST, 10.0)), PROBLEM, H200)
+    assert (found.answer, found.layouts) == (FIRST.label(), explanation.COPIED_UNVERIFIED)
+
+
+def test_a_kernel_for_nested_rows_that_did_not_run_is_told_of(db, monkeypatch):
+    db(timed(FIRST, 10.0, stage="final"))
+    on_a_gpu(monkeypatch)
+    x, w = wanting_gradients()
+    dispatch.forget()
+    choice = dispatch.choose(OP_MODULE.key_of("backward", x, w, 0.0, "fp32", True))
+    assert tunegen.explain(x, w)[1].layouts is None
+    choice.copy_nested(RuntimeError("too large"))
+    assert tunegen.explain(x, w)[1].layouts == explanation.COPIED_BROKEN
+    dispatch.forget()
+
+
 def test_distance_and_cost_of_other_row_counts(db):
     """Measured at 1024 rows, asked for 3000: looked up as 4096, four times away; three times the bytes."""
     path = db(timed(LARGER, 10.0), timed(SMALLER, 20.0))

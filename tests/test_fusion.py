@@ -255,10 +255,12 @@ def test_a_hook_sees_and_changes_what_it_does_without_fusion(register, calls):
 @pytest.mark.parametrize("target", ["qwen3", "model"])
 def test_what_cannot_be_fused_is_refused(target):
     if target == "qwen3":
-        with pytest.raises(ValueError, match="fuse_residual takes a model and the tuned backward"):
+        with pytest.raises(ValueError, match=r"'qwen3' is a name: give the model, or leave fuse_residual out$"):
             tunegen.patch("qwen3", fuse_residual=True)
     else:
-        with pytest.raises(ValueError, match="fuse_residual takes a model and the tuned backward"):
+        with pytest.raises(
+            ValueError, match=r"backward is 'eager': give backward='tuned', or leave fuse_residual out$"
+        ):
             tunegen.patch(tiny("qwen3"), fuse_residual=True, backward="eager")
 
 

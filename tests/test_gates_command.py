@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 from faulty_norms import norm_with
+from rich.console import Console
 
-from tunegen import __version__, cli, paths
-from tunegen.gates import bf16, checks, plot, run
+from tunegen import __version__, cli, paths, progress
+from tunegen.gates import bf16, checks, curves, plot, run
 from tunegen.gates.checks import Check
 from tunegen.gates.curves import Curves
-from tunegen.gates.training import Run
+from tunegen.gates.training import Run, Setting
 
 pytest.importorskip("transformers")
 
@@ -50,7 +54,9 @@ def gate(*arguments):
 def test_command_passes_and_leaves_both_files(tmp_path):
     done = gate("--out", str(tmp_path / "new" / "folder"))
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1].startswith("passed: 16 checks, 0 failed.")
+    *_, verdict, record, picture = done.output.splitlines()
+    assert verdict.startswith("passed without a kernel: 16 checks, 0 failed.")
+    assert [Path(line.removeprefix("written: ")).name for line in (record, picture)] == ["gate.json", "curves.png"]
     assert "the reference in torch operators was checked and not the kernels" in done.output
     assert sorted(os.listdir(tmp_path / "new" / "folder")) == ["curves.png", "gate.json"]
     assert (tmp_path / "new" / "folder" / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -76,6 +82,36 @@ def test_command_fails_with_the_reason(monkeypatch, tmp_path):
     assert any("error of dw over Hugging Face's is" in reason for reason in found["reasons"])
     assert any("movement of a norm's weight" in reason for reason in found["reasons"])
     assert json.loads((tmp_path / "gate.json").read_text())["reasons"] == found["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answers", "fails", "code"),
+    [
+        ([], {}, False, 3),
+        ([], {}, True, 1),
+        (["--device", "cpu"], {}, False, 0),
+        (["--device", "cpu"], {}, True, 1),
+        (["--device", "cuda:0"], {}, False, 3),
+        (["--device", "cuda:0"], {"forward": "single_block"}, False, 0),
+    ],
+)
+def test_passed_without_a_kernel_is_a_verdict_only_if_asked_for(
+    monkeypatch, made_up, tmp_path, arguments, answers, fails, code
+):
+    """It ended with 0 on a machine whose GPU torch does not see, as if the kernels had passed."""
+
+    def done(setting, device, say=None, norm=None):
+        return run.Outcome([Check("curves", "all", 2.0 * fails, 1.0)], made_up, setting, "", {}, answers)
+
+    monkeypatch.setattr(run, "run", done)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ended = CliRunner().invoke(cli.main, ["gate", "--out", str(tmp_path), *arguments])
+    assert ended.exit_code == code, ended.output
+    verdict = "failed" if fails else "passed" if answers else "passed without a kernel"
+    assert f"\n{verdict}: 1 checks" in ended.output
+    assert json.loads((tmp_path / "gate.json").read_text())["kernels_checked"] == bool(answers)
+    assert "with 3 if they" in " ".join(CliRunner().invoke(cli.main, ["gate", "--help"]).output.split())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +145,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, package,
     monkeypatch.setitem(sys.modules, package, None)
     done = gate("--out", str(tmp_path))
     assert done.exit_code == 2
-    assert f'pip install "tunegen[{extra}]"' in done.output
+    assert f"install it with: pip install -e '.[{extra}]'" in done.output
     assert os.listdir(tmp_path) == []
 
 
@@ -132,7 +168,7 @@ def test_verdict_is_shown_though_it_cannot_be_saved(at_once, monkeypatch, tmp_pa
     done = gate("--out", str(tmp_path), *as_json)
     assert done.exit_code == 2
     *_, verdict, error = done.output.splitlines()
-    assert verdict.startswith("passed: 1 checks, 0 failed.")
+    assert verdict.startswith("passed without a kernel: 1 checks, 0 failed.")
     place = tmp_path / "gate.json"
     assert error == f"tunegen: cannot write {place}: No space left on device; give --out another folder"
     if as_json:
@@ -146,6 +182,50 @@ def test_numbers_are_saved_before_the_picture_is_drawn(at_once, monkeypatch, tmp
     monkeypatch.setattr("tunegen.gates.plot.draw", broken)
     assert isinstance(gate("--out", str(tmp_path)).exception, RuntimeError)
     assert os.listdir(tmp_path) == ["gate.json"]
+
+
+def test_paths_at_the_end_can_be_opened(at_once, monkeypatch, tmp_path):
+    """Whatever folder they are opened from, and however long they are."""
+    monkeypatch.chdir(tmp_path)
+    folder = "a b/" + "long" * 30
+    written = [line for line in gate("--out", folder).output.splitlines() if line.startswith("written: ")]
+    found = [Path(line.removeprefix("written: ")) for line in written]
+    assert found == [tmp_path / folder / "gate.json", tmp_path / folder / "curves.png"]
+    assert all(path.is_file() for path in found)
+
+
+def test_what_is_done_now_is_said_with_how_much_there_is(monkeypatch):
+    said = []
+    monkeypatch.setattr(curves, "stage", lambda setting, device, step: SimpleNamespace(run=lambda *_: step))
+    monkeypatch.setattr(curves, "judge", lambda found: [found() for _ in range(curves.RUNS * 20)] and [])
+    run.run(Setting(20, 0, "fp32"), torch.device("cpu"), said.append)
+    gates = [[text for text in said if text.startswith(f"gate {n} of 3: ")] for n in (1, 2, 3)]
+    assert [text for own in gates for text in own] == said
+    assert gates[0][:2] == [
+        "gate 1 of 3: float64, gradcheck of rows, case 1 of 10",
+        "gate 1 of 3: float64, gradcheck of rows of an odd width, case 2 of 10",
+    ]
+    assert len(gates[0]) == 11
+    assert gates[1][0].startswith("gate 2 of 3: bf16, ")
+    assert gates[1][-1].endswith(f", shape {len(bf16.SHAPES)} of {len(bf16.SHAPES)}")
+    three = "gate 3 of 3: loss curves, "
+    assert gates[2][:3] == [
+        f"{three}Hugging Face's norm, step 0 of 20, training 1 of 5",
+        f"{three}Hugging Face's norm, step 10 of 20, training 1 of 5",
+        f"{three}Hugging Face's arithmetic with columns backward, step 0 of 20, training 2 of 5",
+    ]
+    assert gates[2][-1] == f"{three}the norm under test, step 19 of 20, training 5 of 5"
+
+
+def test_where_no_terminal_is_lines_come_at_each_part_and_now_and_then(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with progress.spoken(console) as say:
+        for seconds, text in ((0.0, "one: a"), (1.0, "one: b"), (2.0, "two: c"), (3.0, "two: d"), (7.5, "two: e")):
+            now[0] = seconds
+            say(text)
+    assert console.file.getvalue().splitlines() == ["one: a", "two: c", "two: e"]
 
 
 def test_interrupted_is_no_verdict(monkeypatch, tmp_path):

@@ -20,11 +20,11 @@ LAYERS = {
     ),
     "making": "render migrations records liveness store exporting exported importing defaults sampler",
     "running": (
-        "compile launch lookup dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
+        "compile launch lookup passing dispatch ops.arguments ops.memory ops.notes ops.registered ops.rms_norm "
         "ops.add_rms_norm ops.rms_norm_module explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
-    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target attempt",
+    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target needs attempt",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
@@ -236,3 +236,11 @@ def test_names_of_environment_variables_are_known_in_one_place():
         literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         exact = {v for v in literals if isinstance(v, str) and v.isupper() and v.startswith(("TUNEGEN_", "TRITON_"))}
         assert not exact or module == "paths", f"{module}: {exact}"
+
+
+def test_how_to_install_is_said_in_one_place():
+    """It named a package that no index has."""
+    for module, tree in modules().items():
+        literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        told = [text for text in literals if isinstance(text, str) and ("pip install" in text or "tunegen[" in text)]
+        assert not told or module == "errors", f"{module}: {told}"

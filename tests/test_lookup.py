@@ -94,8 +94,11 @@ def _forget_warnings(monkeypatch):
 
 def test_a_stored_trial_is_found_whole(path):
     write(path, trial())
-    wanted = StoredChoice("single_block", {"num_warps": 4, "order": "row"}, "d1", 1000, 20.0, "NVIDIA H200", 1, False)
+    values = {"num_warps": 4, "order": "row"}
+    wanted = StoredChoice("single_block", values, "d1", 1000, 20.0, "NVIDIA H200", 1, half=False, final=False)
     assert find(path) == [wanted]
+    write(path, trial(stage="final"))
+    assert find(path) == [wanted._replace(trial_id=2, final=True), wanted]
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Problem)])

@@ -309,6 +309,13 @@ def test_model_may_be_a_norm_itself(calls):
     [
         (("qwen33",), ValueError, r"qwen33.*such as qwen3"),
         ((nn.Linear(4, 4),), ValueError, "nothing to patch"),
+        (
+            ("Qwen/Qwen3-8B",),
+            ValueError,
+            r"'Qwen/Qwen3-8B' is no architecture; .*load it, and give the model or its model",
+        ),
+        (("models/Qwen3.5",), ValueError, "load it, and give the model"),
+        (("",), ValueError, "such as qwen3"),
         ((5,), TypeError, "int"),
         ((nn.RMSNorm,), TypeError, "type"),
     ],
@@ -316,6 +323,26 @@ def test_model_may_be_a_norm_itself(calls):
 def test_bad_targets_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         tunegen.patch(*arguments)
+
+
+def test_where_nothing_is_patched_what_was_seen_is_named_with_the_remedy():
+    inside = nn.ModuleList([nn.LayerNorm(4)])
+    model = nn.Sequential(nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Linear(4, 4), inside, nn.RMSNorm(4))
+    with pytest.raises(ValueError, match=r"^nothing to patch: 0 replaced, 1 left\n") as caught:
+        tunegen.patch(model)
+    *_, seen, remedy = str(caught.value).splitlines()
+    assert seen == "  seen: 2 x LayerNorm, 1 x BatchNorm1d, 1 x RMSNorm"
+    assert remedy.startswith("  patch takes norms that compute x / sqrt(mean(x^2) + eps) * weight")
+    with pytest.raises(ValueError, match="seen: no class with Norm in its name"):
+        tunegen.patch(nn.Linear(4, 4))
+    many = [type(f"Norm{i}", (nn.Module,), {})() for i in range(8)]
+    with pytest.raises(ValueError, match=r"1 x Norm4 and 3 other classes\n"):
+        tunegen.patch(nn.Sequential(*many))
+
+
+def test_architecture_without_an_rms_norm_names_its_norms():
+    with pytest.raises(ValueError, match="seen: 1 x OlmoLayerNorm"):
+        tunegen.patch("olmo")
 
 
 def test_unknown_backward_is_refused_and_nothing_is_patched():

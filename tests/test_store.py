@@ -212,6 +212,51 @@ def test_repeated_trial_replaces_row_and_samples_and_keeps_its_id(store):
     assert_whole(store)
 
 
+OF_THE_SWEEP = [s for s in TrialState if s not in (TrialState.OK, TrialState.INCORRECT)]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two sweeps of one file at the same time, each with a connection of its own."""
+    with Store.open(tmp_path / "tune.db") as one, Store.open(tmp_path / "tune.db") as other:
+        yield (one, begin(one)), (other, begin(other))
+
+
+def failed(state):
+    return replace(measured(20.0, state=state, reason=state.value), measurement=None)
+
+
+@pytest.mark.parametrize("state", OF_THE_SWEEP)
+def test_a_failure_of_another_sweep_leaves_a_time_alone(two, state):
+    """No memory, no time left, or another config timed in its place: nothing of that is the kernel's."""
+    trial_id = add(*two[0], measured(20.0, reason="20.0"))
+    assert add(*two[1], failed(state)) == trial_id
+    for store, _ in two:
+        (row,) = store.trials()
+        assert (row["state"], row["us"], row["sweep_id"]) == ("ok", 20.0, two[0][1])
+        assert_whole(store)
+    assert add(*two[1], measured(15.0, reason="15.0")) == trial_id, "a time replaces a time"
+    assert [(row["us"], row["sweep_id"]) for row in two[0][0].trials()] == [(15.0, two[1][1])]
+
+
+@pytest.mark.parametrize("state", OF_THE_SWEEP)
+def test_a_failure_takes_the_time_of_its_own_sweep(two, state):
+    """Right or whole by luck, as it turned out in the finals."""
+    add(*two[0], measured(20.0))
+    add(*two[0], failed(state))
+    assert [(row["state"], row["us"]) for row in two[1][0].trials()] == [(state.value, None)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_the_gate_found_wrong_in_one_sweep_is_wrong_whatever_another_says(two, order):
+    trials = measured(20.0), failed(TrialState.INCORRECT)
+    for which in order:
+        add(*two[which], trials[which])
+    add(*two[0], failed(TrialState.TIMEOUT))
+    assert [(row["state"], row["us"]) for row in two[0][0].trials()] == [("incorrect", None)]
+    assert two[1][0].winners() == []
+
+
 @pytest.mark.parametrize("name", [f.name for f in fields(Problem)])
 def test_every_field_of_a_problem_is_part_of_the_key(store, name):
     sweep, other = begin(store), replace(PROBLEM, **{name: OTHER[name]})

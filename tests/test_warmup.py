@@ -80,7 +80,7 @@ def test_warmup_refuses_what_is_no_call(wrong, told):
 
 
 def test_h17_nothing_is_compiled_under_capture(monkeypatch):
-    monkeypatch.setattr(compiling, "_is_capturing", lambda: True)
+    monkeypatch.setattr(compiling, "is_capturing", lambda: True)
     launch = SimpleNamespace(kernel=SimpleNamespace(__name__="forward_single_block"))
     with pytest.raises(CapturedError, match="forward_single_block was not loaded before the capture"):
         compiling.compile_launch(launch, Config("single_block"), {}, None)

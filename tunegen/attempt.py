@@ -6,9 +6,7 @@ not be in the search space, and the template may be a file that the space does n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,10 @@ from .errors import RenderError, TunegenError
 from .estimate import estimate_us
 from .expressions import Rule, combinations, listed, show
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState, Value
+from .needs import completed
 from .ops import op_spec
 from .pool import CompilePool
-from .render import SUFFIX, renderings
+from .render import SUFFIX
 from .space import Family, load_space, names_of
 from .worker import Worker
 
@@ -115,13 +114,15 @@ def config_of(problem: Problem, family_name: str, given: Mapping[str, Value], si
     """The config of a family of the search space, or of a template file, with the values that are given.
 
     What is not given is taken from the built-in default if that is of this family, else from the first valid config
-    that has the given values. A file has what is given and nothing else; its kernels have 4 warps if nothing is said.
+    that has the given values. A file has what is given, and what it needs and families compute (see `needs`); its
+    kernels have 4 warps if nothing is said.
 
-    Raises TunegenError for an unknown family, file or parameter, and for a value that no kernel can have.
+    Raises TunegenError for an unknown family, file or parameter, for a value that no kernel can have, and for a file
+    that needs more than is given.
     """
     _check_launch_options(given)
     if family_name.endswith(SUFFIX):
-        return _config_of_file(problem, Path(family_name).absolute(), given)
+        return _config_of_file(problem, Path(family_name).absolute(), given, silicon)
     space = load_space(problem.op)
     family = space.family(problem.direction, family_name)
     if family is None:
@@ -152,17 +153,14 @@ def _check_kinds(family: Family, given: Mapping[str, Value]) -> None:
             )
 
 
-def _config_of_file(problem: Problem, path: Path, given: Mapping[str, Value]) -> Config:
-    """Refuses numbers that its kernels never mention: a slip of the pen would else go unnoticed."""
+def _config_of_file(problem: Problem, path: Path, given: Mapping[str, Value], silicon: Silicon) -> Config:
+    """With what it is given alone, where it does not render: that is told as what becomes of the config."""
     if not path.is_file():
         raise TunegenError(f"no template file {path}")
-    config = Config.of(str(path), given)
-    with suppress(RenderError):  # told as what becomes of the config
-        text = renderings(problem, config, op_spec(problem.op))[0].text
-        for name in config.numbers:
-            if not re.search(rf"\b{re.escape(name)}\b", text):
-                raise TunegenError(f"{path.name} does not use {name}; give only what its kernel or its plan names")
-    return config
+    try:
+        return completed(problem, path, given, silicon)
+    except RenderError:
+        return Config.of(str(path), given)
 
 
 def _completed(

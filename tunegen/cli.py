@@ -134,7 +134,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 @db_option
 @json_option
 def show(what: str, db: Path, as_json: bool, **filters: Any) -> None:
-    """Winners or all trials in the database.
+    """Winners or all trials in the database, of all policies unless --policy names one.
 
     Example: tunegen show trials --state compile
     """
@@ -252,7 +252,7 @@ def families(op: str, as_json: bool) -> None:
     "--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Of the model trained."
 )
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of inputs and weights.")
-@click.option("--device", help="Such as cuda:1 or cpu. [default: the GPU where there is one]")
+@click.option("--device", help="Such as cuda:1, or cpu for torch's operators. [default: the GPU]")
 @click.option("--out", callback=path_of, help="Folder for curves.png and gate.json. [default: none]")
 @json_option
 @click.pass_context
@@ -261,13 +261,14 @@ def gate(ctx: click.Context, /, **options: Any) -> None:
 
     Gradients and values in float64; errors in bf16 beside those of Hugging Face's norm; and the loss curves of a small
     Qwen3 with random weights. Ends with exit code 1, and the reasons, if one of them fails; with 2 if they cannot run,
-    or what they found cannot be saved; with 130 if interrupted.
+    or what they found cannot be saved; with 3 if they passed on torch's operators and no kernel was checked, for want
+    of a GPU say, which --device cpu asks for and makes 0; with 130 if interrupted.
 
     Example: tunegen gate --steps 1000 --out gates
     """
     from .gates.command import run_gate
 
-    ctx.exit(0 if run_gate(console_for(options["as_json"]), __version__, **options) else 1)
+    ctx.exit(run_gate(console_for(options["as_json"]), __version__, **options))
 
 
 main.add_command(export_command)

@@ -15,11 +15,11 @@ from rich.console import Console
 from . import paths
 from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, RMS_NORM, Problem, TrialState, Value
 from .ops import OPS
-from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES
+from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES, checked
 from .recorded import load_recording
 
 LARGEST = 2**31 - 1
-FILTERS = ("hidden", "rows", "direction", "x_dtype", "op", "family", "state", "kind")
+FILTERS = ("hidden", "rows", "direction", "x_dtype", "op", "policy", "family", "state", "kind")
 """Columns of the database that commands filter by."""
 PLAIN_WIDTH = 1000
 """Columns where no terminal is: a row of a table stays one line, for grep."""
@@ -38,6 +38,12 @@ def database(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     return path_of(ctx, param, value or None) or paths.database()
 
 
+def new_folder(db: Path) -> str:
+    """What to say of a database that is made in a folder that is not there, which makes that too; else ""."""
+    folder = db.absolute().parent
+    return "" if folder.exists() else f"new folder for the database: {folder}"
+
+
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
     """Positive integers, separated by commas, the option given once or several times."""
     found = []
@@ -48,6 +54,14 @@ def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
             raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
         found.append(int(text))
     return found
+
+
+def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    """The policy of `--policy`, else that of the environment, under which calls of the same shell are."""
+    try:
+        return value or checked(paths.policy() or FASTEST, "the variable TUNEGEN_POLICY")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 size = click.IntRange(1, LARGEST)
@@ -65,9 +79,8 @@ sum_option = click.option(
 policy_option = click.option(
     "--policy",
     type=click.Choice(POLICIES),
-    default=FASTEST,
-    show_default=True,
-    help="What results must be beside right.",
+    callback=policy_in_force,
+    help="What results must be beside right. [default: $TUNEGEN_POLICY, else fastest]",
 )
 frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
 
@@ -106,6 +119,7 @@ def filter_options(command: Any) -> Any:
         click.option("--direction", type=click.Choice(DIRECTIONS), help="Only this direction."),
         click.option("--dtype", "x_dtype", type=dtypes, help="Only this dtype of x."),
         click.option("--op", type=click.Choice(list(OPS)), help="Only this operator."),
+        click.option("--policy", type=click.Choice(POLICIES), help="Only what was tuned under this policy."),
         click.option("--family", help="Only this algorithm."),
         click.option("--state", type=click.Choice([s.value for s in TrialState]), help="Only trials that ended so."),
         click.option(

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from . import paths, report, silicon, step_report
-from .cli_options import devices_of
+from .cli_options import devices_of, new_folder
 from .dispatch import digest_today, stored_choices
 from .errors import TunegenError
 from .evaluate import COMPILED
@@ -40,6 +40,8 @@ def run_sweep(
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to stop: as orderly as Ctrl-C
     began = time.monotonic()
+    if told := new_folder(options["db"]):
+        console.print(told, soft_wrap=True)
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
             if target is not None:
@@ -181,6 +183,9 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     if console is None:
         click.echo(json.dumps(rows, indent=2))
         return
+    if (policy := paths.policy()) and "policy" not in filters:
+        told = "they also use what was tuned under fastest, less what theirs forbids: tunegen explain says what answers"
+        click.echo(f"TUNEGEN_POLICY is {policy}, which calls are under; {told}.", err=True)
     if not rows:
         console.print(f"no {what} match in {db}", soft_wrap=True)
         return

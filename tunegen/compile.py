@@ -109,7 +109,7 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     `classes` holds a class for every parameter by name (pointers end in `_ptr`). Raises CompileError, and CapturedError
     while the current stream is captured: loading a kernel would end the capture.
     """
-    if _is_capturing():
+    if is_capturing():
         raise CapturedError(f"{launch.kernel.__name__} was not loaded before the capture of a CUDA graph")
     import triton
     from triton.compiler import ASTSource
@@ -132,7 +132,8 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Whether the current stream is captured into a CUDA graph."""
     import torch
 
     # CUDA stays asleep where nobody has used it: a process that only compiles wants no memory of the GPU.

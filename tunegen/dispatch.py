@@ -16,6 +16,7 @@ from . import paths, policies
 from .errors import RenderError
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
+from .passing import Passing
 from .policies import DETERMINISTIC, FASTEST, INVARIANT
 from .reference import DTYPE_NAMES
 
@@ -93,7 +94,9 @@ class Choice:
         self.problem, self.config, self.rung, self.device = problem, config, rung, device
         self.stored = stored
         self.saves_rstd = config is not None and config.structure.get("RSTD") == "saved"
-        self.nests = True  # does its rendering for nested rows run here?
+        # Does it read nested rows where they lie? Of stored trials only finals were verified in that form; a built-in
+        # default has no trial, and ships with that form tested.
+        self.nests = stored is None or stored.final
         self._variants: dict[tuple[bool, float, tuple[str, ...]], Variant] = {}
 
     def variant(self, save_rstd: bool, offset: float, nested: tuple[str, ...] = ()) -> Variant:
@@ -123,35 +126,49 @@ class Choice:
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)
 
 
-class _Demoted(NamedTuple):
-    key: Key
-    config: Config
-
-
 _choices: dict[Key, Choice] = {}
-_demoted: set[_Demoted] = set()
+_passing: Passing[Key, Choice] = Passing()
+"""Choices made while the database could not be read: apart from the others, whose look-up then asks for no time."""
+_demoted: set[tuple[Key, Config]] = set()
 
 
 def choose(key: Key) -> Choice:
     """The choice for `key`: remembered, or found by going down the ladder."""
     choice = _choices.get(key)
     if choice is None:
-        problem = key.problem()
-        config, why, stored = next(standing(key, rungs(paths.database(), problem, silicon_of(key.device))))
-        choice = Choice(problem, config, why, torch.device("cuda", key.device), stored)
-        LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
+        choice = _passing.get(key) or _found(key)
+    return choice
+
+
+def _found(key: Key) -> Choice:
+    """A choice for `key` by going down the ladder, remembered."""
+    from .lookup import failed_reads
+
+    failed = failed_reads()
+    problem = key.problem()
+    config, why, stored = next(standing(key, rungs(paths.database(), problem, silicon_of(key.device))))
+    unread = failed_reads() != failed
+    why += "; the database could not be read" * unread
+    choice = Choice(problem, config, why, torch.device("cuda", key.device), stored)
+    before = _passing.values.pop(key, None)
+    if before is not None and before.config == config:
+        choice._variants, choice.nests = before._variants, choice.nests and before.nests
+    LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
+    if unread and key.policy == FASTEST:  # the others promise the same bits again: theirs stays
+        _passing.put(key, choice)
+    else:
         _choices[key] = choice
     return choice
 
 
 def standing(key: Key, ladder: Iterable[Rung]) -> Iterator[Rung]:
     """The rungs of `ladder` that have not failed `key` in this process."""
-    return (rung for rung in ladder if rung.config is None or _Demoted(key, rung.config) not in _demoted)
+    return (rung for rung in ladder if rung.config is None or (key, rung.config) not in _demoted)
 
 
 def remembered(key: Key) -> Choice | None:
-    """The choice that this process has made for `key`, if any: it stays until `forget`, whatever the database says."""
-    return _choices.get(key)
+    """The choice that this process has made for `key`, if any: unless it is a passing one it stays until `forget`."""
+    return _choices.get(key) or _passing.values.get(key)
 
 
 def demote(key: Key, choice: Choice, error: Exception) -> None:
@@ -160,18 +177,23 @@ def demote(key: Key, choice: Choice, error: Exception) -> None:
     LOG.warning(
         "%s: %s does not run here (%s); trying the next choice", choice.problem.label(), choice.config.label(), error
     )
-    _demoted.add(_Demoted(key, choice.config))
+    _demoted.add((key, choice.config))
     _choices.pop(key, None)
+    _passing.values.pop(key, None)
 
 
 def answers() -> dict[str, str]:
     """What has answered in this process so far: the problem, and the config's label or "torch"."""
-    return {c.problem.label(): c.config.label() if c.config else TORCH_FAMILY for c in _choices.values()}
+    return {
+        c.problem.label(): c.config.label() if c.config else TORCH_FAMILY
+        for c in (*_choices.values(), *_passing.values.values())
+    }
 
 
 def forget() -> None:
     """Drop every remembered choice, as after a sweep in the same process; the next call reads the database again."""
     _choices.clear()
+    _passing.values.clear()
     _demoted.clear()
 
 

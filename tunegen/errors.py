@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def installs(extra: str) -> str:
+    """The command that installs an extra, for a message: of a checkout, as tunegen is in no package index."""
+    return f"pip install -e '.[{extra}]' (in a checkout of tunegen)"
+
+
 class TunegenError(Exception):
     """Base of all errors raised by tunegen itself; the command line prints it as one line and exits with 2."""
 
@@ -29,6 +34,10 @@ class CapturedError(TunegenError):
 
 class BuildError(TunegenError):
     """Kernel files cannot be written or read: rendered ones, or Triton's compile cache. No fault of the kernel."""
+
+
+class VariableError(TunegenError, ValueError):
+    """An environment variable has a value that is none of its choices."""
 
 
 class StoreError(TunegenError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import db_option, filter_options, path_of
+from .cli_options import db_option, filter_options, new_folder, path_of
 from .model import RMS_NORM
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _defaults(store: Store, arch: str | None, filters: dict[str, Any]) -> str:
     from .defaults import defaults_yaml
     from .space import load_space
 
-    for name in ("family", "state", "kind"):
+    for name in ("family", "state", "kind", "policy"):
         if name in filters:
             raise click.UsageError(f"--defaults compares all measured finals; leave --{name} out")
     space, dtype = load_space(filters.pop("op", RMS_NORM)), filters.pop("x_dtype", "bf16")
@@ -67,7 +67,10 @@ def import_command(file: Path, db: Path) -> None:
     """
     from .importing import import_file
 
+    told = new_folder(db)
     found = import_file(file, db)
+    if told:
+        click.echo(told, err=True)
     for line in found.skipped_lines():
         click.echo(line)
     click.echo(f"{db}: {found.sentence()}")

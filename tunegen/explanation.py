@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 LATENCY_BYTES = 10_000_000
 """Below about that many bytes a call takes the time of its launches, whatever its rows."""
 
+NESTED = "rows at no common distance, such as transposed heads, are"
+COPIED_UNVERIFIED = f"{NESTED} copied first: this trial was screened, and only finals verify the kernel that reads them"
+COPIED_BROKEN = f"{NESTED} copied first: the kernel that reads them does not run here"
+UNVERIFIED = f"{NESTED} read in place; tunegen's own tests verify that of this family, no sweep on this machine has"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -29,8 +34,9 @@ class Explanation:
 
     `bucket` is what its rows are looked up by. Of a measured answer: `trial` in the database, `measured_rows`, how many
     times more or fewer rows those are (`apart`), and microseconds there; `expected_us` is the same scaled to the
-    call's bytes, where those are more than latency. `runner_up` would answer if the answer did not run. `remedy` says
-    how to get a measured answer where there is none.
+    call's bytes, where those are more than latency. `layouts` says what becomes of rows at no common distance, where no
+    finals have verified the kernel that reads them in place. `runner_up` would answer if the answer did not run.
+    `remedy` says how to get a measured answer where there is none.
     """
 
     problem: Problem
@@ -46,6 +52,7 @@ class Explanation:
     runner_up_why: str | None = None
     runner_up_us: float | None = None
     remedy: str | None = None
+    layouts: str | None = None
 
     def __str__(self) -> str:
         return "\n".join([self.problem.label(), *(f"  {name:<10}{text}" for name, text in self.facts())])
@@ -60,6 +67,8 @@ class Explanation:
             found.append(("expected", f"{self.expected_us:.2f} us for {self.problem.rows} rows, by its bytes"))
         elif self.remedy is not None:
             found.append(("expected", f"unknown; {self.remedy}"))
+        if self.layouts is not None:
+            found.append(("layouts", self.layouts))
         if self.runner_up is not None:
             took = "" if self.runner_up_us is None else f", {self.runner_up_us:.2f} us there"
             found.append(("next", f"{self.runner_up}: {self.runner_up_why}{took}"))
@@ -88,7 +97,7 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | N
     bucket = problem.rows_bucket
     ladder = rungs(path, replace(problem, rows=bucket), silicon)
     first, *others = islice(_distinct(ladder if key is None else _lived(key, ladder)), 2)
-    found = Explanation(problem, bucket, _name(first), first.why)
+    found = Explanation(problem, bucket, _name(first), first.why, layouts=_layouts(problem, first, key))
     if others:
         second = others[0].stored
         found = replace(
@@ -108,6 +117,18 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | N
         measured_us=us,
         expected_us=us * _growth(problem, rows),
     )
+
+
+def _layouts(problem: Problem, rung: Rung, key: Key | None) -> str | None:
+    """What becomes of rows at no common distance, None where there is nothing to be said of it."""
+    if rung.config is None or problem.policy == INVARIANT or not op_spec(problem.op).nestable(problem):
+        return None
+    if rung.stored is not None and not rung.stored.final:
+        return COPIED_UNVERIFIED
+    made = None if key is None else remembered(key)
+    if made is not None and made.config == rung.config and not made.nests:
+        return COPIED_BROKEN
+    return UNVERIFIED if rung.stored is None else None
 
 
 def _sweep(problem: Problem) -> str:

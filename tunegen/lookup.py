@@ -27,9 +27,10 @@ logger = logging.getLogger("tunegen")
 # SQLite waits once to read the schema and once to read rows: a miss comes after 0.24 s at most.
 _WAIT_SECONDS = 0.12
 _warned: set[str] = set()
+_failed_reads = 0
 _PROBLEM = tuple(field.name for field in fields(Problem) if field.name != "rows")
 _ORDER = "final DESC, tie DESC, rank, spills, warps, parameters, family, id"
-_COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half")
+_COLUMNS = ("family", "parameters", "digest", "rows", "us", "silicon", "id", "half", "final")
 _KEY = "silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol AND " + " AND ".join(
     f"{name} = :{name}" for name in _PROBLEM
 )
@@ -37,8 +38,15 @@ _QUERY = f"SELECT {', '.join(_COLUMNS)} FROM candidates WHERE {_KEY} AND kind = 
 _REJECTED = f"SELECT DISTINCT family, parameters, digest FROM trials WHERE {_KEY} AND state = 'incorrect'"
 
 
+def failed_reads() -> int:
+    """How often in this process a database that may be sound could not be read, locked by a writer say: what was found
+    meanwhile is not what it holds."""
+    return _failed_reads
+
+
 class StoredChoice(NamedTuple):
-    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished."""
+    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished, `final`
+    that it was timed in the finals, which verify it for nested rows too."""
 
     family: str
     parameters: dict[str, Value]
@@ -48,6 +56,7 @@ class StoredChoice(NamedTuple):
     silicon_name: str
     trial_id: int
     half: bool
+    final: bool
 
 
 def database_exists(path: Path) -> bool:
@@ -82,6 +91,7 @@ def find_rejected(
 def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], query: str) -> list[tuple[Any, ...]]:
     """Raw rows with text as bytes, since one that is no UTF-8 must not fail the query; [] from a file that is not
     sound."""
+    global _failed_reads
     if not database_exists(path):
         return []
     key = key | {name: _plain(getattr(problem, name)) for name in _PROBLEM}
@@ -97,6 +107,7 @@ def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], q
         elif "no such column" in str(error):
             _warn_once(path, "database %s is of an older tunegen and not used: run `tunegen sweep`", path)
         else:
+            _failed_reads += 1
             logger.debug("database %s not used: %s", path, error)
         return []
 
@@ -120,7 +131,7 @@ def _plain(value: object) -> object:
 
 def _choice(row: tuple[Any, ...]) -> StoredChoice | None:
     """The row as a choice; None when anything in it is unreadable or of the wrong type."""
-    family, parameters, digest, rows, us, silicon, trial_id, half = row
+    family, parameters, digest, rows, us, silicon, trial_id, half, final = row
     try:
         texts = [text.decode("utf-8") for text in (family, digest, silicon)]
         values = json.loads(parameters.decode("utf-8"))
@@ -130,7 +141,7 @@ def _choice(row: tuple[Any, ...]) -> StoredChoice | None:
         return None
     if not texts[0] or type(rows) is not int or rows < 1 or type(us) is not float or not 0 < us < math.inf:
         return None
-    return StoredChoice(texts[0], values, texts[1], rows, us, texts[2], trial_id, bool(half))
+    return StoredChoice(texts[0], values, texts[1], rows, us, texts[2], trial_id, bool(half), bool(final))
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

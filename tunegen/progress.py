@@ -112,17 +112,19 @@ def _time(trial: Trial) -> float:
 
 @contextmanager
 def spoken(console: Console) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text such as `part: where it is`: in place on a terminal, elsewhere once a part."""
+    """A function that shows a text such as `part: where it is`: in place on a terminal, elsewhere as a line, the first
+    of each part and then one in PLAIN_SECONDS."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
         return
-    said: set[str] = set()
+    before, last = "", 0.0
 
     def say(text: str) -> None:
-        part = text.partition(":")[0]
-        if part not in said:
+        nonlocal before, last
+        part, now = text.partition(":")[0], time.monotonic()
+        if part != before or now - last > PLAIN_SECONDS:
             console.print(text, soft_wrap=True)
-        said.add(part)
+            before, last = part, now
 
     yield say

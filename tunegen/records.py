@@ -75,10 +75,27 @@ def untie() -> str:
     return f"UPDATE trials SET tied = 0, gains = 0 WHERE tied IS NOT NULL AND {equal(SAME_PROBLEM)}"
 
 
+REPLACED_BY = {
+    TrialState.OK.value: (TrialState.OK.value, TrialState.INCORRECT.value),
+    TrialState.INCORRECT.value: (TrialState.INCORRECT.value,),
+}
+"""By what another sweep may replace a trial; one of a state that is not here by anything. A time gives way to a time
+and to the gate: that another sweep ran out of time or memory, or timed another config with the same machine code, says
+nothing of it. What the gate found wrong stays wrong."""
+
+
 def insert_trial(connection: sqlite3.Connection, row: dict[str, Any], samples: list[dict[str, object]]) -> int:
-    """Write a trial and its samples, over the row of the same key if there is one; returns its id."""
+    """Write a trial and its samples, over the row of the same key if there is one, unless that is another sweep's and
+    stands against this one (REPLACED_BY); returns the id of the row."""
+    sql = f"SELECT id, sweep_id, state FROM trials WHERE {equal(KEY)}"
+    here = connection.execute(sql, row).fetchone()
+    if (
+        here is not None
+        and here[1] != row["sweep_id"]
+        and row["state"] not in REPLACED_BY.get(here[2], (row["state"],))
+    ):
+        return int(here[0])
     connection.execute(insert("trials", row, conflict=KEY), row)
-    sql = f"SELECT id FROM trials WHERE {equal(KEY)}"
     trial_id = int(connection.execute(sql, row).fetchone()[0])
     connection.execute("DELETE FROM samples WHERE trial_id = ?", (trial_id,))
     for sample in samples:

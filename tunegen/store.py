@@ -127,7 +127,8 @@ class Store:
 
     def add_all(self, sweep_id: int, trials: Sequence[Trial], protocol: int, triton: str, torch: str) -> list[int]:
         """Store trials with their samples in one transaction, all of them or none, and return their ids; a trial with
-        the same key is replaced and keeps its id. Finals say who is tied with whom: earlier ones then end.
+        the same key is replaced and keeps its id, unless it is another sweep's that stands against the new one (see
+        `records.REPLACED_BY`). Finals say who is tied with whom: earlier ones then end.
 
         `triton` is the minor version, such as `3.6`. Raises StoreError for an unknown sweep, for samples that do not
         pair with sentinels, and when the file cannot be written.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .checks import Check, Norm
+from .checks import Check, Norm, Say, silent
 from .double import formula, gradient, relative
 
 GATE = "bf16"
@@ -137,14 +137,15 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
     return (ordered[0] - ordered[1]).abs()
 
 
-def check(norm: Norm, module: type[nn.Module], seed: int, device: torch.device) -> list[Check]:
+def check(norm: Norm, module: type[nn.Module], seed: int, device: torch.device, say: Say = silent) -> list[Check]:
     """For each of SHAPES: the ratios of errors for y, dx and dw, and y's bits beside those of `module(N, eps)`.
 
     An x-hat next to a rounding boundary may fall on its other side, which is one ulp of it, and two of y once a weight
     between 1 and 2 is on it. How far y is off is therefore judged where the weight is 1.
     """
     found = []
-    for name, shape in SHAPES.items():
+    for number, (name, shape) in enumerate(SHAPES.items(), 1):
+        say(f"{name}, {' x '.join(map(str, shape))}, shape {number} of {len(SHAPES)}")
         theirs = module(shape[-1], EPS)
         random = compare(norm, theirs, inputs(shape, seed, device))
         plain = compare(norm, theirs, inputs(shape, seed, device, ones=True)[:1])

@@ -9,6 +9,14 @@ from torch import Tensor
 
 from ..ops.rms_norm import rms_norm
 
+Say = Callable[[str], None]
+"""Is told what is done now."""
+
+
+def silent(text: str) -> None:
+    """Where nobody listens."""
+
+
 Norm = Callable[[Tensor, "Tensor | None", float], Tensor]
 """`norm(x, weight, eps)` for x (..., N) and weight (N) or None: y of x's shape and dtype, rounded as Qwen3 rounds."""
 

@@ -21,6 +21,9 @@ from . import record, run
 from .checks import Check
 from .training import Setting
 
+NO_KERNEL = 3
+"""Exit code where torch's operators passed in place of the kernels: no verdict on what would train on a GPU."""
+
 
 def run_gate(
     console: Console,
@@ -32,8 +35,9 @@ def run_gate(
     device: str | None,
     out: Path | None,
     as_json: bool,
-) -> bool:
-    """Put the norm through the three gates, print what was measured, keep it in `out`; whether the norm passes.
+) -> int:
+    """Put the norm through the three gates, print what was measured, keep it in `out`; returns the exit code: 0 if the
+    norm passes, 1 if not, NO_KERNEL if no kernel was checked and nobody asked for that with `device`.
 
     Raises, before anything runs, click.BadParameter for a device that is not there and ExtraMissingError without
     transformers or, for `out`, matplotlib; GateError where `out` cannot be written. `version` is tunegen's."""
@@ -43,8 +47,12 @@ def run_gate(
     outcome, kept = _measured(console, version, Setting(steps, seed, dtype), place)
     _show(console, outcome, kept, as_json)
     if out is not None:
-        record.save(out, outcome, kept)  # last: what is on the screen by now is not lost if this fails
-    return not outcome.reasons
+        for path in record.save(out, outcome, kept):  # last: what is on the screen is not lost if this fails
+            console.print(f"written: {path}", soft_wrap=True)
+    if outcome.reasons:
+        return 1
+    asked_for = device is not None and place.type == "cpu"
+    return 0 if outcome.kernels or asked_for else NO_KERNEL
 
 
 def _measured(
@@ -66,7 +74,7 @@ def _show(console: Console, outcome: run.Outcome, kept: dict[str, Any], as_json:
     console.print(_table(outcome.checks))
     for line in (*outcome.reasons, outcome.subject):
         console.print(line, soft_wrap=True)
-    verdict = "failed" if outcome.reasons else "passed"
+    verdict = "failed" if outcome.reasons else "passed" if outcome.kernels else "passed without a kernel"
     console.print(f"{verdict}: {len(outcome.checks)} checks, {len(outcome.reasons)} failed. {kept['seconds']:.0f} s.")
 
 

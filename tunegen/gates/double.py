@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from .checks import Check, Norm
+from .checks import Check, Norm, Say, silent
 
 GATE = "float64"
 EPS = 1e-6
@@ -55,10 +55,14 @@ def cases(seed: int, device: torch.device) -> list[Case]:
     ]
 
 
-def check(norm: Norm, seed: int, device: torch.device) -> list[Check]:
+def check(norm: Norm, seed: int, device: torch.device, say: Say = silent) -> list[Check]:
     """Two checks: how many cases fail gradcheck, and the largest error against the formula."""
-    found = cases(seed, device)
-    failed = {case.name: message for case in found if (message := _gradcheck(norm, case, seed))}
+    found, failed = cases(seed, device), {}
+    for number, case in enumerate(found, 1):
+        say(f"gradcheck of {case.name}, case {number} of {len(found)}")
+        if message := _gradcheck(norm, case, seed):
+            failed[case.name] = message
+    say(f"y, dx and dw of {len(found)} cases against the formula")
     errors = {
         f"{case.name}, x of size {scale:g}": _error(norm, case, scale, seed) for case in found for scale in SCALES
     }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ExtraMissingError
+from ..errors import ExtraMissingError, installs
 from ..integrations.patching import replace
 from .checks import Norm
 
@@ -20,7 +20,7 @@ def required(module: str, extra: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ExtraMissingError(
-            f'tunegen gate needs {package} ({error}); install it with: pip install "tunegen[{extra}]"'
+            f"tunegen gate needs {package} ({error}); install it with: {installs(extra)}"
         ) from error
 
 

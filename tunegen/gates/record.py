@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ def as_json(outcome: Outcome, command: str, began: datetime, seconds: float) -> 
         "date": began.isoformat(timespec="seconds"),
         "passed": not outcome.reasons,
         "reasons": outcome.reasons,
+        "kernels_checked": outcome.kernels,
         "subject": outcome.subject,
         "versions": outcome.versions,
         "seconds": round(seconds, 1),
@@ -73,17 +74,19 @@ def prepare(folder: Path) -> None:
             raise GateError(f"cannot write {folder / name}: it is a folder; remove it, or give --out another folder")
 
 
-def save(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
-    """RECORD and PICTURE, each whole or not at all; older ones are replaced. Raises GateError."""
-    _write(folder / RECORD, f"{json.dumps(record, indent=2)}\n".encode())
+def save(folder: Path, outcome: Outcome, record: dict[str, Any]) -> Iterator[Path]:
+    """RECORD and PICTURE, each whole or not at all; older ones are replaced. Yields their absolute paths as they are
+    written. Raises GateError."""
+    yield _write(folder / RECORD, f"{json.dumps(record, indent=2)}\n".encode())
     dtype, seed = outcome.setting.dtype, outcome.setting.seed
     device = outcome.versions.get("gpu", "CPU, reference in torch operators")
     title = f"Small Qwen3 in {dtype}, {outcome.setting.steps} steps, seed {seed}; {device}"
-    _write(folder / PICTURE, plot.draw(outcome.curves, title))
+    yield _write(folder / PICTURE, plot.draw(outcome.curves, title))
 
 
-def _write(path: Path, text: bytes) -> None:
+def _write(path: Path, text: bytes) -> Path:
     try:
         paths.write_whole(path, text, 0o644)
+        return path.resolve()
     except OSError as error:
         raise GateError(f"cannot write {path}: {error.strerror}; give --out another folder") from error

@@ -14,8 +14,9 @@ from ..model import TORCH_FAMILY
 from ..serving import versions
 from ..worker import installed_versions
 from . import bf16, curves, double
-from .checks import Check, Norm, tunegens
+from .checks import Check, Norm, Say, silent, tunegens
 from .curves import Curves
+from .eager import REORDERED
 from .model import hugging_faces_norm
 from .training import Setting
 
@@ -35,35 +36,48 @@ class Outcome:
     answers: dict[str, str]
 
     @property
+    def kernels(self) -> bool:
+        """Whether it was the dispatch of a GPU that answered, and not the reference in torch operators."""
+        return bool(self.answers)
+
+    @property
     def reasons(self) -> list[str]:
         """Why the norm does not pass; empty if it does."""
         return [check.reason() for check in self.checks if not check.passed]
 
 
-def run(
-    setting: Setting, device: torch.device, say: Callable[[str], None] = lambda text: None, norm: Norm = tunegens
-) -> Outcome:
+def run(setting: Setting, device: torch.device, say: Say = silent, norm: Norm = tunegens) -> Outcome:
     """Put `norm` through all gates; one that it does not pass does not stop the next.
 
     Raises ExtraMissingError without transformers; what `norm` itself raises is passed on.
     """
     module = hugging_faces_norm()
-    say("gate 1 of 3: gradients and values in float64")
-    checks = double.check(norm, setting.seed, device)
-    say("gate 2 of 3: bf16 beside Hugging Face's norm")
-    checks += bf16.check(norm, module, setting.seed, device)
-    done, total = 0, curves.RUNS * setting.steps
+    checks = double.check(norm, setting.seed, device, lambda text: say(f"gate 1 of 3: float64, {text}"))
+    checks += bf16.check(norm, module, setting.seed, device, lambda text: say(f"gate 2 of 3: bf16, {text}"))
+    step_done = _steps(setting, lambda text: say(f"gate 3 of 3: loss curves, {text}"))
+    found = curves.stage(setting, device, step_done).run(norm, step_done)
+    checks += curves.judge(found)
+    answers = dispatch.answers() if device.type == "cuda" else {}
+    return Outcome(checks, found, setting, _subject(device, answers), _versions(device), answers)
+
+
+def _steps(setting: Setting, say: Say) -> Callable[[], None]:
+    """A function to be called after each step of the trainings in their order; says where they are, every ten steps."""
+    others = [f"Hugging Face's arithmetic with {name}" for name in REORDERED]
+    trainings, done = ["Hugging Face's norm", *others, "the norm under test"], 0
+
+    def where() -> str:
+        number, step = divmod(min(done, curves.RUNS * setting.steps - 1), setting.steps)
+        return f"{trainings[number]}, step {step} of {setting.steps}, training {number + 1} of {curves.RUNS}"
 
     def step_done() -> None:
         nonlocal done
         done += 1
         if done % 10 == 0:
-            say(f"gate 3 of 3: loss curves, step {done} of {total}")
+            say(where())
 
-    found = curves.stage(setting, device, step_done).run(norm, step_done)
-    checks += curves.judge(found)
-    answers = dispatch.answers() if device.type == "cuda" else {}
-    return Outcome(checks, found, setting, _subject(device, answers), _versions(device), answers)
+    say(where())
+    return step_done
 
 
 def _subject(device: torch.device, answers: dict[str, str]) -> str:

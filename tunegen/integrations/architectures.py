@@ -12,18 +12,23 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from ..errors import UnknownNormError
+from ..errors import UnknownNormError, installs
 from .recognition import PROBE_HIDDEN, Contract, is_ligers, recognised
 
 
 def modeling(architecture: str) -> ModuleType:
-    """Its modeling module. Raises ValueError for a name that transformers does not have, ImportError without
-    transformers."""
+    """Its modeling module. Raises ValueError for a name that transformers does not have, such as the id of a model on
+    the Hub, ImportError without transformers."""
     try:
         models = importlib.import_module("transformers.models")
     except ImportError as error:
-        message = 'transformers is not installed: pip install "tunegen[qwen3]", or pass a model in place of its name'
+        message = f"transformers is not installed: {installs('qwen3')}, or pass a model in place of its name"
         raise ImportError(message) from error
+    if any(character in architecture for character in "/\\."):
+        raise ValueError(
+            f"{architecture!r} is no architecture; of a model on the Hub or on a disk load it, and give the model or "
+            "its model.config.model_type, such as 'qwen3'"
+        )
     name = architecture.replace("-", "_").lower()
     try:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")

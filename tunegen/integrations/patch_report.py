@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .recognition import Contract
@@ -55,6 +56,23 @@ class PatchReport(NamedTuple):
             lines.append(f"  fused {count} x {kind}: the residual add with {', '.join(norms)}")
         lines += _grouped("not fused", self.not_fused)
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+MOST_KINDS = 5
+REMEDY = (
+    "patch takes norms that compute x / sqrt(mean(x^2) + eps) * weight over the last axis; where another norm may "
+    "become one, use tunegen.RMSNorm, or call tunegen.rms_norm in its forward"
+)
+
+
+def nothing_to_patch(report: PatchReport, kinds: Iterable[str]) -> str:
+    """Why a report replaces nothing, as the text of an error: what is left, which classes called a norm were seen, of
+    all `kinds` there are, and what can be done."""
+    norms = Counter(kind for kind in kinds if "norm" in kind.lower())
+    seen = ", ".join(f"{count} x {kind}" for kind, count in norms.most_common(MOST_KINDS))
+    others = len(norms) - MOST_KINDS
+    seen += f" and {others} other classes" * (others > 0)
+    return f"nothing to patch: {report}\n  seen: {seen or 'no class with Norm in its name'}\n  {REMEDY}"
 
 
 def _grouped(what: str, left: tuple[Left, ...]) -> list[str]:

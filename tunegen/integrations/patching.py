@@ -7,7 +7,7 @@ and the class of each module stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .eager_backward import rms_norm_eager_backward
 from .forwards import ORIGINAL, OURS, forward_of, own_forward, put_on_class, put_on_module, restore
 from .fusion import TAKES_RESIDUAL, fuse, is_layer
 from .hub_kernels import register
-from .patch_report import Fused, Left, PatchReport, Replaced
+from .patch_report import Fused, Left, PatchReport, Replaced, nothing_to_patch
 from .recognition import Contract, Reader, is_candidate, recognised
 
 Norm = Callable[[Tensor, Tensor | None, Contract], Tensor]
@@ -57,12 +57,29 @@ def patch(target: str | nn.Module, *, backward: str = "tuned", fuse_residual: bo
     """
     if backward not in BACKWARDS:
         raise ValueError(f"backward must be one of {', '.join(BACKWARDS)}, got {backward!r}")
-    if fuse_residual and (isinstance(target, str) or backward != "tuned"):
-        raise ValueError("fuse_residual takes a model and the tuned backward; give the model, or leave it out")
+    if fuse_residual:
+        _check_fusion(target, backward)
     report = replace(target, _tuned if backward == "tuned" else _eager, _tuned_sum if fuse_residual else None)
     if not report.replaced:
-        raise ValueError(f"nothing to patch: {report}")
+        raise ValueError(nothing_to_patch(report, _kinds(target)))
     return report
+
+
+def _check_fusion(target: str | nn.Module, backward: str) -> None:
+    if isinstance(target, str):
+        why = f"rewrites the layers of a model, and {target!r} is a name: give the model"
+    elif backward != "tuned":
+        why = f"has no backward of torch's operators, and backward is {backward!r}: give backward='tuned'"
+    else:
+        return
+    raise ValueError(f"fuse_residual=True {why}, or leave fuse_residual out")
+
+
+def _kinds(target: str | nn.Module) -> Iterator[str]:
+    """The class names of a model's modules, or of an architecture's norms."""
+    if isinstance(target, str):
+        return (cls.__name__ for _, cls in norm_classes(modeling(target)))
+    return (type(module).__name__ for module in target.modules())
 
 
 def replace(target: str | nn.Module, norm: Norm, add_norm: AddNorm | None = None) -> PatchReport:

@@ -18,12 +18,24 @@ from torch.library import Library
 
 from .. import paths
 from ..dispatch import choose
+from ..errors import VariableError
 from ..policies import INVARIANT
 from ..reference import accumulate_dtype
 from .arguments import check
 
 TRACE, OPERATOR = MODES = ("trace", "op")
-MODE = paths.compiled_as() or TRACE
+
+
+def _mode() -> str:
+    """What TUNEGEN_COMPILE asks for. Raises VariableError, at import: an error that is raised while Dynamo traces makes
+    it run the call eagerly, and nobody sees it."""
+    found = paths.compiled_as() or TRACE
+    if found not in MODES:
+        raise VariableError(f"the variable TUNEGEN_COMPILE must be one of {', '.join(MODES)}, got {found!r}")
+    return found
+
+
+MODE = _mode()
 """As the environment says when this is imported: a compiled graph is guarded by it."""
 
 CONTRACT = "float eps, float offset, str casting, str policy, bool weight_grad"
@@ -34,9 +46,7 @@ _define(f"rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, {C
 
 
 def is_operator(policy: str) -> bool:
-    """Whether a call that is being compiled becomes an operator. Raises ValueError for an unknown TUNEGEN_COMPILE."""
-    if MODE not in MODES:
-        raise ValueError(f"the variable TUNEGEN_COMPILE must be one of {', '.join(MODES)}, got {MODE!r}")
+    """Whether a call that is being compiled becomes an operator."""
     return policy == INVARIANT or MODE == OPERATOR
 
 
