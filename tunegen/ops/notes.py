@@ -16,6 +16,14 @@ def note_torch(policy: str, why: str) -> None:
         _warn(f"policy invariant is not kept: torch's own operators answer ({why})")
 
 
+def note_layout(tensors: str) -> None:
+    """Say once for each layout that torch answers a call with distributed tensors laid out so."""
+    _warn(
+        f"torch's own operators answer distributed tensors {tensors}: kernels take x sharded over rows or replicated, "
+        "other inputs of its shape laid out as x, the weight replicated, all on one mesh"
+    )
+
+
 def give_way(key: Key, error: CapturedError) -> None:
     """Have torch answer in a captured graph, and say so once for each kind of call; under "invariant" raise the error,
     since torch does not keep that."""
