@@ -9,10 +9,27 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
 SECONDS = 120
+BACKENDS = ("gloo", pytest.param("nccl", marks=pytest.mark.gpu))
+"""Two processes on the CPU, and two on two GPUs."""
+
+
+def two_processes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """For a fixture of a module whose parameters are some of `BACKENDS`."""
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with ranks(request.param) as found:
+        yield found
+
+
+def device_here() -> torch.device:
+    """Of the process that asks: its GPU, or the CPU."""
+    cuda = distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""Distributed tensors: rows that lie here are computed here, by two processes on the CPU, and nothing is gathered.
+"""Distributed tensors: rows that lie here are computed here, in two processes, and nothing is gathered.
 
 What `here_...` functions do runs in each of the two processes; what they return comes back to the test.
 """
@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from helpers import CPU, draw, error, exact, weight_of
-from ranks import ranks
+from ranks import BACKENDS, device_here, two_processes
 from torch import distributed
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tunegen
-from tunegen import add_rms_norm, add_rms_norm_, reference, rms_norm
+from tunegen import add_rms_norm, add_rms_norm_, dispatch, reference, rms_norm
 from tunegen.integrations.eager_backward import rms_norm_eager_backward
 from tunegen.ops.distributed import by_shards, parts_here
 
@@ -31,14 +31,12 @@ SHAPE = (3, 5, 48)
 PLACES = {"batch": Shard(0), "positions": Shard(1), "replicated": Replicate()}
 
 
-@pytest.fixture(scope="module")
-def two():
-    with ranks("gloo") as found:
-        yield found
+two = pytest.fixture(scope="module", params=BACKENDS)(two_processes)
+on_the_cpu = pytest.mark.parametrize("two", ["gloo"], indirect=True)
 
 
 def mesh():
-    return init_device_mesh("cpu", (2,))
+    return init_device_mesh(device_here().type, (2,))
 
 
 def inputs(shape=SHAPE, dtype=torch.float32):
@@ -47,11 +45,11 @@ def inputs(shape=SHAPE, dtype=torch.float32):
 
 
 def placed(tensor, place, grad=False):
-    return distribute_tensor(tensor, mesh(), [place]).requires_grad_(grad)
+    return distribute_tensor(tensor.to(device_here()), mesh(), [place]).requires_grad_(grad)
 
 
 def whole(tensor):
-    return tensor.full_tensor().detach()
+    return tensor.full_tensor().detach().cpu()
 
 
 NORMS = {"kernels": rms_norm, "eager backward": rms_norm_eager_backward}
@@ -67,6 +65,7 @@ def here_norm(place, norm, contract, weighted):
         y.backward(dy)
     grads = [t.grad for t in (x, w) if t is not None]
     found = [y, *grads]
+    assert device_here().type == "cpu" or dispatch.answers(), "kernels answer"
     return [whole(t) for t in found], [t.placements for t in found], traffic.get_total_counts()
 
 
@@ -138,8 +137,8 @@ def here_other_layouts():
     handler.emit = lambda record: notes.append(record.getMessage())
     logging.getLogger("tunegen").addHandler(handler)
     x, residual, _, _, w = inputs((4, 6, 48))
-    here = init_device_mesh("cpu", (2,))
-    summed = DTensor.from_local(x if here.get_rank() == 0 else 0 * x, here, [Partial()])
+    part = x if distributed.get_rank() == 0 else 0 * x
+    summed = DTensor.from_local(part.to(device_here()), mesh(), [Partial()])
     calls = {
         "hidden": lambda: rms_norm(placed(x, Shard(2)), placed(w, Replicate())),
         "partial": lambda: rms_norm(summed, placed(w, Replicate())),
@@ -171,7 +170,7 @@ def test_torch_answers_other_layouts_and_that_is_noted_once(two):
 def here_mixed():
     x, _, _, _, w = inputs()
     told = []
-    for pair in ((placed(x, Shard(0)), w), (x, placed(w, Replicate()))):
+    for pair in ((placed(x, Shard(0)), w.to(device_here())), (x.to(device_here()), placed(w, Replicate()))):
         with pytest.raises(RuntimeError) as caught:
             rms_norm(*pair)
         told.append(str(caught.value))
@@ -254,7 +253,7 @@ def here_on_its_way():
     (y,) = by_shards(seen, (leaf,), w)
     y.register_hook(lambda dy: kinds.append(type(dy._local_tensor)))
     gathered = y.redistribute(placements=[Replicate()], async_op=True).to_local(grad_placements=[Partial()])
-    gathered.backward(dy / 2)
+    gathered.backward(dy.to(gathered) / 2)
     return [whole(leaf.grad), whole(w.grad)], kinds
 
 
@@ -276,6 +275,7 @@ def here_explained():
     return [[(one.problem.rows, one.why) for one in each] for each in told]
 
 
+@on_the_cpu
 def test_what_is_explained_is_the_part_that_lies_here(two):
     here, elsewhere = (12, "x is on cpu"), (24, "x is on cpu")
     assert two.run(here_explained) == [[[here] * 2, [elsewhere] * 2, [here]]] * 2
@@ -289,6 +289,7 @@ def here_compiled(policy):
     return [whole(t) for t in (y, x.grad, w.grad)]
 
 
+@on_the_cpu
 @pytest.mark.parametrize("policy", ["fastest", "invariant"])
 def test_h16_inside_torch_compile(two, policy):
     """Traced, and as an operator of what lies here."""
