@@ -16,6 +16,7 @@ from . import paths, policies
 from .errors import RenderError
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
+from .once import first
 from .policies import DETERMINISTIC, FASTEST, INVARIANT
 from .reference import DTYPE_NAMES
 
@@ -101,15 +102,17 @@ class Choice:
         lie at no common distance. Raises RenderError or CompileError."""
         found = self._variants.get((save_rstd, offset, nested))
         if found is None:
-            found = self._variants[save_rstd, offset, nested] = self._bind(save_rstd, offset, nested)
+            bound = self._bind(save_rstd, offset, nested)
+            found = self._variants.setdefault((save_rstd, offset, nested), bound)  # all threads use the first one's
         return found
 
     def copy_nested(self, error: Exception) -> None:
         """From now on have nested rows copied: the rendering that reads them in place does not run here."""
         assert self.config is not None
-        label = self.config.label()
-        LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
         self.nests = False
+        if first(_copying, self):
+            label = self.config.label()
+            LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
 
     def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...]) -> Variant:
         from .ops import op_spec
@@ -130,6 +133,7 @@ class _Demoted(NamedTuple):
 
 _choices: dict[Key, Choice] = {}
 _demoted: set[_Demoted] = set()
+_copying: set[Choice] = set()
 
 
 def choose(key: Key) -> Choice:
@@ -138,9 +142,10 @@ def choose(key: Key) -> Choice:
     if choice is None:
         problem = key.problem()
         config, why, stored = next(standing(key, rungs(paths.database(), problem, silicon_of(key.device))))
-        choice = Choice(problem, config, why, torch.device("cuda", key.device), stored)
-        LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
-        _choices[key] = choice
+        made = Choice(problem, config, why, torch.device("cuda", key.device), stored)
+        choice = _choices.setdefault(key, made)  # several threads may have gone down the ladder: all use one choice
+        if choice is made:
+            LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
     return choice
 
 
@@ -157,11 +162,11 @@ def remembered(key: Key) -> Choice | None:
 def demote(key: Key, choice: Choice, error: Exception) -> None:
     """Never use `choice` for `key` again in this process: it does not compile or load here. The next rung answers."""
     assert choice.config is not None
-    LOG.warning(
-        "%s: %s does not run here (%s); trying the next choice", choice.problem.label(), choice.config.label(), error
-    )
-    _demoted.add(_Demoted(key, choice.config))
-    _choices.pop(key, None)
+    label = choice.config.label()
+    if first(_demoted, _Demoted(key, choice.config)):
+        LOG.warning("%s: %s does not run here (%s); trying the next choice", choice.problem.label(), label, error)
+    if _choices.get(key) is choice:  # else another thread has put the next one there
+        _choices.pop(key, None)
 
 
 def answers() -> dict[str, str]:
@@ -173,6 +178,7 @@ def forget() -> None:
     """Drop every remembered choice, as after a sweep in the same process; the next call reads the database again."""
     _choices.clear()
     _demoted.clear()
+    _copying.clear()
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..dispatch import LOG, Key
 from ..errors import CapturedError
 from ..model import RMS_NORM
+from ..once import first
 from ..policies import INVARIANT
 
 _told: set[str] = set()
@@ -35,6 +36,5 @@ def give_way(key: Key, error: CapturedError) -> None:
 
 
 def _warn(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+    if first(_told, text):
         LOG.warning("%s", text)
