@@ -170,8 +170,14 @@ def demote(key: Key, choice: Choice, error: Exception) -> None:
 
 
 def answers() -> dict[str, str]:
-    """What has answered in this process so far: the problem, and the config's label or "torch"."""
-    return {c.problem.label(): c.config.label() if c.config else TORCH_FAMILY for c in _choices.values()}
+    """What has answered in this process so far: the problem, and the config's label or "torch"; where two devices have
+    two answers, the other one's with its name."""
+    found: dict[str, str] = {}
+    for choice in list(_choices.values()):  # other threads may add to it meanwhile
+        label, answer = choice.problem.label(), choice.config.label() if choice.config else TORCH_FAMILY
+        if found.setdefault(label, answer) != answer:
+            found[f"{label} on {choice.device}"] = answer
+    return found
 
 
 def forget() -> None:
