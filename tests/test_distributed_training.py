@@ -97,22 +97,36 @@ def here_fully_sharded(patch_first):
     return *found, _kernels_answer()
 
 
-def here_sequence_parallel(patch_first):
-    model = Model().to(device_here())
-    if patch_first:
-        tunegen.patch(model)
+def sequence_parallel(model):
     mesh = init_device_mesh(device_here().type, (2,))
     plan = {"norm": SequenceParallel(), "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
     for block in ("blocks.0", "blocks.1"):
         plan[f"{block}.norm"] = SequenceParallel()
         plan[f"{block}.up"] = ColwiseParallel(input_layouts=Shard(1))
         plan[f"{block}.down"] = RowwiseParallel(output_layouts=Shard(1))
-    parallelize_module(model, mesh, plan)
+    return parallelize_module(model, mesh, plan)
+
+
+def positions_here(x):
+    return x.chunk(2, dim=1)[distributed.get_rank()]
+
+
+def here_sequence_parallel(patch_first):
+    model = Model().to(device_here())
+    if patch_first:
+        tunegen.patch(model)
+    sequence_parallel(model)
     if not patch_first:
         assert len(tunegen.patch(model).replaced) == 3
     x, target = data()
-    found = train(model, x.chunk(2, dim=1)[mesh.get_local_rank()], target)
-    return *found, _kernels_answer()
+    return *train(model, positions_here(x), target), _kernels_answer()
+
+
+def here_recorded():
+    model = sequence_parallel(Model().to(device_here())).train()
+    model.register_forward_hook(lambda module, args, y: y.square().mean())  # a result that is a loss
+    found = tunegen.record(model, positions_here(data()[0]))
+    return [(call.problem.direction, call.problem.rows, call.shape, call.count) for call in found.calls]
 
 
 def _kernels_answer():
@@ -150,3 +164,13 @@ def test_fully_sharded_training_is_that_of_one_process(two, patch_first):
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_sequence_parallel_training_is_that_of_one_process(two, patch_first):
     assert_same_training(two, here_sequence_parallel, patch_first)
+
+
+def test_what_is_recorded_is_the_part_that_runs_here(two):
+    rows, shape = BATCH * POSITIONS // 2, (BATCH, POSITIONS // 2, HIDDEN)
+    for calls in two.run(here_recorded):
+        assert {(direction, *rest) for direction, *rest, _ in calls} == {
+            ("forward", rows, shape),
+            ("backward", rows, shape),
+        }
+        assert sum(count for *_, count in calls) == 6
