@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
 
 import tunegen
 from tunegen import add_rms_norm, add_rms_norm_, dispatch, reference, rms_norm
@@ -174,12 +175,16 @@ def here_mixed():
         with pytest.raises(RuntimeError) as caught:
             rms_norm(*pair)
         told.append(str(caught.value))
-    return told
+    with implicit_replication():
+        return told, whole(rms_norm(placed(x, Shard(0)), w.to(device_here())))
 
 
 def test_plain_and_distributed_tensors_together_are_torchs_error(two):
-    for told in two.run(here_mixed):
+    """Or what torch makes of them where the user asked it to."""
+    x, _, dy, _, w = inputs()
+    for told, replicated in two.run(here_mixed):
         assert all("got mixed torch.Tensor and DTensor" in text for text in told)
+        assert error(replicated, exact(x, w, dy).y) <= 2 * CPU.allowed(torch.float32, torch.float32)
 
 
 def here_without_gradient():
