@@ -242,6 +242,27 @@ def test_h07_a_process_without_rows(two):
             assert error(got, want) <= CPU.allowed(torch.float32, torch.float32)
 
 
+def here_two_axes():
+    """A mesh of two axes, one of them of a single process: the batch over one, positions over the other."""
+    both, places = init_device_mesh(device_here().type, (2, 1)), [Shard(0), Shard(1)]
+    x, _, dy, _, w = (t.to(device_here()) for t in inputs())
+    x = distribute_tensor(x, both, places).requires_grad_()
+    w = distribute_tensor(w, both, [Replicate(), Replicate()]).requires_grad_()
+    y = rms_norm(x, w)
+    y.backward(distribute_tensor(dy, both, places))
+    found = y, x.grad, w.grad
+    return [whole(t) for t in found], [t.placements for t in found]
+
+
+def test_meshes_of_several_axes(two):
+    x, _, dy, _, w = inputs()
+    right = exact(x, w, dy)
+    for values, placements in two.run(here_two_axes):
+        assert placements == [(Shard(0), Shard(1))] * 2 + [(Partial(), Partial())]
+        for got, want in zip(values, right, strict=True):
+            assert error(got, want) <= CPU.allowed(torch.float32, torch.float32)
+
+
 def here_on_its_way():
     """What nobody has waited for: a gathered x; and a dy that is summed and scattered, as before a linear layer whose
     columns are shared out. What reads them here, and the gradients."""

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CPU, OP_MODULE, assert_right, draw, error, exact, run, weight_of
+from helpers import CPU, OP_MODULE, Place, assert_right, draw, error, exact, run, weight_of
 
 from tunegen import add_rms_norm, compile, dispatch, launch, lookup, once, reference, render, rms_norm
 from tunegen.errors import CompileError
@@ -291,3 +291,18 @@ def test_first_calls_of_many_threads_on_a_gpu_with_nothing_compiled(shapes, tmp_
     assert answers >= 4
     assert not torchs
     assert "does not run" not in done.stderr, done.stderr
+
+
+@pytest.mark.gpu
+def test_a_thread_whose_first_use_of_the_gpu_is_a_call():
+    """Its memory comes from torch's cache, so that nothing else has made the GPU's context the thread's."""
+    x, dy = draw(6, 1920).cuda(), draw(6, 1920, seed=1).cuda()
+    w = weight_of(1920).cuda()
+    run(x, w, dy)  # compiled, and its memory is in torch's cache
+    torch.cuda.synchronize()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run(x, w, dy)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert_right(*found, exact(x, w, dy), x, w, Place("cuda"))
