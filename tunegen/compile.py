@@ -47,7 +47,7 @@ def _import(path: Path) -> ModuleType:
     try:
         specification.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        sys.modules.pop(name, None)  # another thread may have failed with the same file, and done so already
         raise
     return module
 

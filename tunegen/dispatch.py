@@ -16,6 +16,7 @@ from . import paths, policies
 from .errors import RenderError
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
+from .once import first
 from .passing import Passing
 from .policies import DETERMINISTIC, FASTEST, INVARIANT
 from .reference import DTYPE_NAMES
@@ -104,15 +105,17 @@ class Choice:
         lie at no common distance. Raises RenderError or CompileError."""
         found = self._variants.get((save_rstd, offset, nested))
         if found is None:
-            found = self._variants[save_rstd, offset, nested] = self._bind(save_rstd, offset, nested)
+            bound = self._bind(save_rstd, offset, nested)
+            found = self._variants.setdefault((save_rstd, offset, nested), bound)  # all threads use the first one's
         return found
 
     def copy_nested(self, error: Exception) -> None:
         """From now on have nested rows copied: the rendering that reads them in place does not run here."""
         assert self.config is not None
-        label = self.config.label()
-        LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
         self.nests = False
+        if first(_copying, self):
+            label = self.config.label()
+            LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
 
     def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...]) -> Variant:
         from .ops import op_spec
@@ -130,6 +133,7 @@ _choices: dict[Key, Choice] = {}
 _passing: Passing[Key, Choice] = Passing()
 """Choices made while the database could not be read: apart from the others, whose look-up then asks for no time."""
 _demoted: set[tuple[Key, Config]] = set()
+_copying: set[Choice] = set()
 
 
 def choose(key: Key) -> Choice:
@@ -141,7 +145,7 @@ def choose(key: Key) -> Choice:
 
 
 def _found(key: Key) -> Choice:
-    """A choice for `key` by going down the ladder, remembered."""
+    """A choice for `key` by going down the ladder, remembered; several threads may do so, and all use one choice."""
     from .lookup import failed_reads
 
     failed = failed_reads()
@@ -149,15 +153,16 @@ def _found(key: Key) -> Choice:
     config, why, stored = next(standing(key, rungs(paths.database(), problem, silicon_of(key.device))))
     unread = failed_reads() != failed
     why += "; the database could not be read" * unread
-    choice = Choice(problem, config, why, torch.device("cuda", key.device), stored)
+    made = Choice(problem, config, why, torch.device("cuda", key.device), stored)
     before = _passing.values.pop(key, None)
     if before is not None and before.config == config:
-        choice._variants, choice.nests = before._variants, choice.nests and before.nests
-    LOG.info("%s: %s, %s", problem.label(), choice.config.label() if choice.config else "torch", choice.rung)
+        made._variants, made.nests = before._variants, made.nests and before.nests
     if unread and key.policy == FASTEST:  # the others promise the same bits again: theirs stays
-        _passing.put(key, choice)
+        choice = _passing.put(key, made)
     else:
-        _choices[key] = choice
+        choice = _choices.setdefault(key, made)
+    if choice is made:
+        LOG.info("%s: %s, %s", problem.label(), config.label() if config else "torch", choice.rung)
     return choice
 
 
@@ -174,20 +179,23 @@ def remembered(key: Key) -> Choice | None:
 def demote(key: Key, choice: Choice, error: Exception) -> None:
     """Never use `choice` for `key` again in this process: it does not compile or load here. The next rung answers."""
     assert choice.config is not None
-    LOG.warning(
-        "%s: %s does not run here (%s); trying the next choice", choice.problem.label(), choice.config.label(), error
-    )
-    _demoted.add((key, choice.config))
-    _choices.pop(key, None)
-    _passing.values.pop(key, None)
+    label = choice.config.label()
+    if first(_demoted, (key, choice.config)):
+        LOG.warning("%s: %s does not run here (%s); trying the next choice", choice.problem.label(), label, error)
+    for remembered_ones in (_choices, _passing.values):
+        if remembered_ones.get(key) is choice:  # else another thread has put the next one there
+            remembered_ones.pop(key, None)
 
 
 def answers() -> dict[str, str]:
-    """What has answered in this process so far: the problem, and the config's label or "torch"."""
-    return {
-        c.problem.label(): c.config.label() if c.config else TORCH_FAMILY
-        for c in (*_choices.values(), *_passing.values.values())
-    }
+    """What has answered in this process so far: the problem, and the config's label or "torch"; where two devices have
+    two answers, the other one's with its name."""
+    found: dict[str, str] = {}
+    for choice in (*_choices.values(), *_passing.values.values()):
+        label, answer = choice.problem.label(), choice.config.label() if choice.config else TORCH_FAMILY
+        if found.setdefault(label, answer) != answer:
+            found[f"{label} on {choice.device}"] = answer
+    return found
 
 
 def forget() -> None:
@@ -195,6 +203,7 @@ def forget() -> None:
     _choices.clear()
     _passing.values.clear()
     _demoted.clear()
+    _copying.clear()
 
 
 @lru_cache(maxsize=64)

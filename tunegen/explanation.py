@@ -161,12 +161,14 @@ def explain(
     Args and errors are those of `tunegen.rms_norm` and `tunegen.add_rms_norm`. Nothing is computed, compiled or
     remembered.
     """
-    from .ops.arguments import check, check_like
+    from .ops.arguments import check, check_like, is_distributed
     from .ops.rms_norm import has_kernels, no_kernels_because
 
     check(x, weight, 1e-6, offset, casting)
     if residual is not None:
         check_like("residual", residual, x)
+    if is_distributed(x, weight, residual):
+        x, residual, weight = _here(x, residual, weight)
     policy = policy_of(policy)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
     directions = ["forward", *(["backward"] if training else [])]
@@ -179,6 +181,18 @@ def explain(
         else:
             found.append(Explanation(problem, key.rows, "torch operators", no_kernels_because(x, weight, residual)))
     return Explanations(with_torch_backward(found, training=training))
+
+
+def _here(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same, or of distributed tensors the parts that lie here, where these are computed with."""
+    from .ops.distributed import parts_here
+
+    parts = parts_here((x,) if residual is None else (x, residual), weight)
+    if parts is None:
+        return x, residual, weight
+    here, *others, of_weight = parts
+    assert here is not None
+    return here, others[0] if others else None, of_weight
 
 
 def _key(

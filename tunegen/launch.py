@@ -27,6 +27,7 @@ from .compile import (
 )
 from .errors import CompileError
 from .model import Config, KernelSource, Launch, Plan, Scratch
+from .once import first
 from .reference import DTYPE_NAMES, DTYPES
 
 # Releases whose compiled kernels are launched directly: their `CompiledKernel.run` takes the same arguments. Any
@@ -36,6 +37,7 @@ DIRECT_LAUNCH = ("3.6", "3.7", "3.8", "3.9")
 Argument = Tensor | int | float
 Allocate = Callable[[str, Scratch], Tensor]
 
+_told: set[str] = set()
 HERE = nullcontext()
 """Where nothing is to be switched; kept, since a new one costs as much as the question."""
 
@@ -48,12 +50,11 @@ def launches_directly() -> bool:
     import triton
 
     minor = ".".join(triton.__version__.split(".")[:2])
-    if minor not in DIRECT_LAUNCH:
+    if minor not in DIRECT_LAUNCH and first(_told, minor):
         logging.getLogger("tunegen").warning(
             "Triton %s is not on the tested list: using its slower official launch", minor
         )
-        return False
-    return True
+    return minor in DIRECT_LAUNCH
 
 
 @lru_cache(maxsize=4096)
@@ -191,7 +192,7 @@ class Variant:
             by_name = dict(zip(kernel.arg_names, classes, strict=True))
             compiled = compile_launch(launch, self.config, by_name, driver.active.get_current_target())
             load_binary(compiled)
-            self.compiled[key] = compiled
+            compiled = self.compiled.setdefault(key, compiled)  # of several threads all launch the first one's
         return _Ready(compiled, (*launch.grid, 1, 1)[:3], self.device.index, [values[n] for n in kernel.arg_names])
 
     def _unbound(self, launch: Launch, error: Exception) -> CompileError:

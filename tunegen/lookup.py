@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .model import Problem, Silicon, Value
+from .once import first
 from .silicon import FACTS
 
 logger = logging.getLogger("tunegen")
@@ -170,8 +171,7 @@ def _set_aside(path: Path, error: sqlite3.Error) -> None:
 
 def _warn_once(path: Path, text: str, *values: object) -> None:
     """The first time that there is something to say of this file, in one process."""
-    if str(path) not in _warned:
-        _warned.add(str(path))
+    if first(_warned, str(path)):
         logger.warning(text, *values)
 
 

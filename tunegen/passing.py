@@ -29,7 +29,7 @@ class Passing(Generic[K, V]):
         found = self.values.get(key)
         return found if found is None or time.monotonic() < self._until or is_capturing() else None
 
-    def put(self, key: K, value: V) -> None:
-        """Keep a value; all of them hold longer."""
-        self.values[key] = value
+    def put(self, key: K, value: V) -> V:
+        """Keep a value, unless another thread has put one there, and return what is kept; all of them hold longer."""
         self._until = time.monotonic() + SECONDS
+        return self.values.setdefault(key, value)

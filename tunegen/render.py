@@ -19,10 +19,13 @@ import jinja2
 from . import paths
 from .errors import BuildError, RenderError
 from .model import Config, KernelSource, Problem
+from .once import first
 from .spec import OpSpec
 
 LOG = logging.getLogger("tunegen")
 SUFFIX = ".py.jinja"
+
+_told: set[str] = set()
 
 # Triton's compile cache key holds the line on which a kernel starts: the header has this fixed number of lines and no
 # date.
@@ -118,7 +121,8 @@ def _private_folder(reason: str) -> Path:
     except OSError as error:
         raise BuildError(f"cannot keep rendered kernels ({reason}), nor for now: {error}; set TUNEGEN_BUILD") from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    LOG.warning("cannot keep rendered kernels (%s): using %s for now; set TUNEGEN_BUILD", reason, folder)
+    if first(_told, reason):
+        LOG.warning("cannot keep rendered kernels (%s): using %s for now; set TUNEGEN_BUILD", reason, folder)
     return Path(folder)
 
 

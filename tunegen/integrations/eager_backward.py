@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..ops.arguments import is_distributed
 from ..ops.rms_norm import backward_by_torch, rms_norm
 
 
@@ -20,6 +21,14 @@ def rms_norm_eager_backward(
     """
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return rms_norm(x, weight, eps, offset=offset, casting=casting)  # torch's operators there already
+    if is_distributed(x, weight):
+        from ..ops.distributed import by_shards
+
+        def shard(x: Tensor, weight: Tensor | None) -> tuple[Tensor]:
+            return (rms_norm_eager_backward(x, weight, eps, offset=offset, casting=casting),)
+
+        if found := by_shards(shard, (x,), weight):
+            return found[0]
     y: Tensor = _EagerBackward.apply(x, weight, eps, offset, casting)
     return y
 

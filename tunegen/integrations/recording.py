@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import UnknownNormError
 from ..layouts import is_copied
 from ..model import RMS_NORM, Problem
+from ..ops.arguments import is_distributed
 from ..ops.rms_norm import ADD_RMS_NORM
 from ..recorded import RecordedCall, Recording
 from ..reference import DTYPE_NAMES
@@ -83,6 +84,8 @@ def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
         residual = others[0] if others else None  # of a layer whose residual add is fused
         weight = getattr(module, "weight", None)
         y = y[0] if residual is not None else y
+        if is_distributed(x, residual):  # what runs here is the norm of the rows that lie here
+            x, residual = _here(x), _here(residual)
         if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype not in DTYPE_NAMES or not x.numel():
             return
         notes[_call("forward", x, residual, weight, contract, None)] += 1
@@ -93,10 +96,17 @@ def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
                 meta = torch.empty_like(meta, memory_format=torch.contiguous_format)
             other = None if residual is None else meta
             wanted = weight is not None and weight.requires_grad
-            y.register_hook(lambda dy: notes.update([_call("backward", meta, other, weight, contract, dy, wanted)]))  # type: ignore[no-untyped-call]
+            y.register_hook(
+                lambda dy: notes.update([_call("backward", meta, other, weight, contract, _here(dy), wanted)])
+            )  # type: ignore[no-untyped-call]
 
     setattr(after, EXPECTS_RESIDUAL, True)
     return after
+
+
+def _here(tensor: Any) -> Any:
+    """The same, or of a distributed tensor the part that lies here."""
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def _call(
@@ -119,6 +129,7 @@ def _call(
         offset=weight is not None and contract.offset != 0.0,
         weight_grad=weight_grad,
     )
+    dy = _here(dy)
     copied = sum(is_copied(t, nest=residual is None) for t in (x, residual, dy) if t is not None)
     return RecordedCall(problem, 1, tuple(x.shape), x.stride(), None if dy is None else dy.stride(), copied)
 

@@ -12,7 +12,7 @@ from .. import dispatch, reference
 from ..policies import INVARIANT
 from . import registered
 from . import rms_norm as norm
-from .arguments import check, check_like, check_out, written
+from .arguments import check, check_like, check_out, is_distributed, written
 from .memory import check_memory
 from .notes import note_torch
 
@@ -108,6 +108,11 @@ def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
     policy = dispatch.policy_of(contract.policy)
     contract = contract._replace(policy=policy)
     if not norm.has_kernels(x, weight, residual):
+        if is_distributed(x, residual, weight):
+            from .distributed import by_shards
+
+            if found := by_shards(lambda x, r, w: _call(x, r, w, contract), (x, residual), weight):
+                return found[0], found[1]
         if policy == INVARIANT and x.numel():
             note_torch(policy, norm.no_kernels_because(x, weight, residual))
         return by_torch(x, residual, weight, contract)

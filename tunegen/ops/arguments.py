@@ -106,6 +106,12 @@ def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     )
 
 
+def is_distributed(*tensors: Tensor | None) -> bool:
+    """Whether one of them is a DTensor; where nobody has loaded their module none is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(t, getattr(module, "DTensor", ())) for t in tensors)
+
+
 def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
     """Why `has_kernels` is false, in words; empty where it is true."""
     kinds = [type(t).__name__ for t in (x, *others) if t is not None and type(t) not in PLAIN_TENSORS]

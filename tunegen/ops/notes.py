@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..dispatch import LOG, Key
 from ..errors import CapturedError
 from ..model import RMS_NORM
+from ..once import first
 from ..policies import INVARIANT
 
 _told: set[str] = set()
@@ -14,6 +15,14 @@ def note_torch(policy: str, why: str) -> None:
     """Say once for each reason that torch answers a call under "invariant", of which it promises nothing."""
     if policy == INVARIANT:
         _warn(f"policy invariant is not kept: torch's own operators answer ({why})")
+
+
+def note_layout(tensors: str) -> None:
+    """Say once for each layout that torch answers a call with distributed tensors laid out so."""
+    _warn(
+        f"torch's own operators answer distributed tensors {tensors}: kernels take x sharded over rows or replicated, "
+        "other inputs of its shape laid out as x, the weight replicated, all on one mesh"
+    )
 
 
 def give_way(key: Key, error: CapturedError) -> None:
@@ -27,6 +36,5 @@ def give_way(key: Key, error: CapturedError) -> None:
 
 
 def _warn(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+    if first(_told, text):
         LOG.warning("%s", text)

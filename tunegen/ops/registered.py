@@ -21,7 +21,7 @@ from ..dispatch import choose
 from ..errors import VariableError
 from ..policies import INVARIANT
 from ..reference import accumulate_dtype
-from .arguments import check
+from .arguments import check, is_distributed
 
 TRACE, OPERATOR = MODES = ("trace", "op")
 
@@ -52,6 +52,11 @@ def is_operator(policy: str) -> bool:
 
 def call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str) -> Tensor:
     """y by the operator, to be traced."""
+    if is_distributed(x, weight):
+        from .distributed import by_shards
+
+        if found := by_shards(lambda x, w: (call(x, w, eps, offset, casting, policy),), (x,), weight):
+            return found[0]
     weight_grad = weight is not None and weight.requires_grad
     training = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
     y: Tensor

@@ -16,7 +16,7 @@ from ..errors import BuildError, CapturedError, CompileError, RenderError
 from ..model import RMS_NORM, rows_bucket
 from ..policies import INVARIANT, INVARIANT_ROWS
 from . import registered
-from .arguments import bound, check, check_out, written
+from .arguments import bound, check, check_out, is_distributed, written
 from .arguments import has_kernels as has_kernels
 from .arguments import no_kernels_because as no_kernels_because
 from .memory import check_memory
@@ -75,6 +75,11 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
     check(x, weight, eps, offset, casting)
     policy = dispatch.policy_of(policy)
     if not has_kernels(x, weight):
+        if is_distributed(x, weight):
+            from .distributed import by_shards
+
+            if found := by_shards(lambda x, w: (_call(x, w, eps, offset, casting, policy),), (x,), weight):
+                return found[0]
         if policy == INVARIANT and x.numel():
             note_torch(policy, no_kernels_because(x, weight))
         return by_torch(x, weight, eps, offset, casting)
