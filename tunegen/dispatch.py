@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -131,6 +131,10 @@ class _Demoted(NamedTuple):
 _choices: dict[Key, Choice] = {}
 _demoted: set[_Demoted] = set()
 
+quick: dict[tuple[Any, ...], Any] = {}
+"""What `ops.quick` knows of calls. Where choices change a new one takes its place, so that who has begun a call before
+leaves what it finds in the old one."""
+
 
 def choose(key: Key) -> Choice:
     """The choice for `key`: remembered, or found by going down the ladder."""
@@ -162,6 +166,7 @@ def demote(key: Key, choice: Choice, error: Exception) -> None:
     )
     _demoted.add(_Demoted(key, choice.config))
     _choices.pop(key, None)
+    _forget_quick()
 
 
 def answers() -> dict[str, str]:
@@ -173,6 +178,12 @@ def forget() -> None:
     """Drop every remembered choice, as after a sweep in the same process; the next call reads the database again."""
     _choices.clear()
     _demoted.clear()
+    _forget_quick()
+
+
+def _forget_quick() -> None:
+    global quick
+    quick = {}
 
 
 @lru_cache(maxsize=64)

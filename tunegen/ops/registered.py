@@ -89,7 +89,7 @@ def _forward(
         key = op.key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
         kernels = choose(key).config is not None
     if kernels:
-        y, rstd = op._forward(x, weight, eps, offset, casting, training, policy)
+        y, rstd = op._forward(x, weight, eps, offset, casting, policy, training)
     else:
         y, rstd = op.by_torch(x, weight, eps, offset, casting), op.rstd_by_torch(x, eps) if training else None
     return y, rstd if training else _nothing(x)

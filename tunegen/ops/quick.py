@@ -1,0 +1,181 @@
+"""The short way of a `rms_norm` call: one look-up by what is at hand, then outputs and launches.
+
+A call that took the long way (checks, policy, choice, binding by name) leaves here what it found, under a flat key of
+all that decided it. The next of its kind asks only whether it is of that kind: contiguous, aligned, plain tensors, no
+transform of torch.func, no hook of Triton. Whatever else comes takes the long way, which is always right. Choices that
+change put a new, empty table in place of the old one (`dispatch`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import dispatch, launch, paths, policies
+from ..compile import ArgumentClass
+from ..dispatch import Key
+from ..prepared import MISALIGNED, Prepared, has_hooks
+from .arguments import PLAIN_TENSORS
+
+MOST_KINDS = 4096
+"""Of calls in the table; then it begins anew."""
+
+MOST = sys.float_info.max
+Values = tuple[Any, ...]
+Table = dict[Values, Any]
+
+transform: Any = torch._C._functorch.peek_interpreter_stack
+is_deterministic: Any = torch._C._get_deterministic_algorithms
+
+
+class Kind(NamedTuple):
+    """What calls have in common, beside tensors and eps: a contract; whether autograd must know of them; and `forward`,
+    which runs them the short way, if there is one."""
+
+    offset: float
+    casting: str
+    policy: str
+    save_rstd: bool
+    graded: bool
+    forward: Prepared | None = None
+
+    @property
+    def contract(self) -> tuple[float, str, str, bool]:
+        """All but the last two."""
+        return self[:4]
+
+
+def key_of_call(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None
+) -> Values | None:
+    """All that decides what answers, and whether it may be asked at all; None for a call that is not of the usual kind.
+    Not in it are eps, a number that every kernel is given, and the row count, which counts by its bucket."""
+    if (
+        type(x) not in PLAIN_TENSORS
+        or eps.__class__ is not float
+        or not 0.0 <= eps <= MOST
+        or offset.__class__ is not float  # True equals 1.0, but is refused
+        or not x.is_contiguous()
+        or transform() is not None
+        or forward_ad._current_level >= 0
+        or paths.disabled()
+    ):
+        return None
+    shape, elements, graded = x.shape, x.numel(), torch.is_grad_enabled()
+    if not shape or not elements:
+        return None
+    hidden = shape[-1]
+    key = (
+        *(offset, casting, policy, policies.in_context(), is_deterministic(), graded and x.requires_grad),
+        *(x.dtype, x.device, hidden, (elements // hidden - 1).bit_length()),
+    )
+    if weight is None:
+        return key
+    if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
+        return None
+    return (*key, weight.dtype, weight.device, weight.shape, graded and weight.requires_grad)
+
+
+def find(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Kind | None:
+    """What is known of calls like this one, if they may be launched the short way now."""
+    table = dispatch.quick
+    if not table or (key := key_of_call(x, weight, eps, offset, casting, policy)) is None:
+        return None
+    try:
+        kind: Kind | None = table.get(key)
+    except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
+        return None
+    return None if kind is None or has_hooks() else kind
+
+
+def forward(kind: Kind, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None] | None:
+    """y, and rstd (M) if it is to be saved; None where the long way must be taken."""
+    prepared, rows = kind.forward, x.numel() // x.shape[-1]
+    if prepared is None or (frame := prepared.frame(rows)) is None:
+        return None
+    y, rstd, rstd_at = torch.empty_like(x), None, 0
+    if kind.save_rstd:
+        rstd = torch.empty(rows, dtype=prepared.summed, device=x.device)
+        rstd_at = rstd.data_ptr()
+    x_at, y_at, weight_at = x.data_ptr(), y.data_ptr(), 0 if weight is None else weight.data_ptr()
+    aligned = not (x_at | weight_at | y_at | rstd_at) & MISALIGNED
+    return (y, rstd) if aligned and frame((x_at, weight_at, y_at, rstd_at, eps)) else None
+
+
+def key_of_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None, contract: Values, weight_grad: bool
+) -> Values | None:
+    """The same of a backward with the contract (offset, casting, policy) of its forward."""
+    if (
+        type(dy) not in PLAIN_TENSORS
+        or type(x) not in PLAIN_TENSORS
+        or not dy.is_contiguous()
+        or not x.is_contiguous()
+        or transform() is not None
+    ):
+        return None
+    hidden = x.shape[-1]
+    key = (
+        *(contract, weight_grad, rstd is None, dy.dtype),
+        *(x.dtype, x.device, hidden, (x.numel() // hidden - 1).bit_length()),
+    )
+    if weight is None:
+        return key
+    if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
+        return None
+    return (*key, weight.dtype, weight.device, weight.shape)
+
+
+def backward(
+    key: Values, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None, eps: float, weight_grad: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """dx, and dw if it is wanted; None where the long way must be taken."""
+    prepared: Prepared | None = dispatch.quick.get(key)
+    frame = None if prepared is None or has_hooks() else prepared.frame(x.numel() // x.shape[-1])
+    if frame is None:
+        return None
+    dx, dw, weight_at, dw_at = torch.empty_like(x), None, 0, 0
+    if weight is not None:
+        weight_at = weight.data_ptr()
+        if weight_grad:
+            dw = torch.empty_like(weight)
+            dw_at = dw.data_ptr()
+    x_at, dy_at, dx_at, rstd_at = x.data_ptr(), dy.data_ptr(), dx.data_ptr(), 0 if rstd is None else rstd.data_ptr()
+    if (x_at | weight_at | dy_at | rstd_at | dx_at | dw_at) & MISALIGNED:
+        return None
+    return (dx, dw) if frame((x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, float(eps))) else None
+
+
+def is_new(table: Table, key: Values | None) -> bool:
+    """Whether there is a key, and nothing known of it."""
+    return key is not None and key not in table
+
+
+def keep(table: Table, key: Values | None, found: Kind | Prepared | None) -> None:
+    """Leave in `table`, which was that of `dispatch` when the call began, what the next call of its kind may use."""
+    if key is not None and found is not None:
+        if len(table) >= MOST_KINDS:
+            table.clear()
+        table[key] = found
+
+
+def prepare(key: Key, save_rstd: bool, offset: float) -> Prepared | None:
+    """What was launched under `key`, made ready for tensors in standard layout; None where torch answers, or where
+    kernels are launched the official way."""
+    choice = dispatch.remembered(key)
+    if choice is None or choice.config is None or not launch.launches_directly():
+        return None
+    problem = choice.problem
+    x, summed = (ArgumentClass(f"*{dtype}", True) for dtype in (problem.x_dtype, problem.accumulate))
+    weight = ArgumentClass(f"*{problem.weight_dtype}", True)  # without one no kernel has it
+    if problem.direction == "forward":
+        given = {"x_ptr": x, "w_ptr": weight, "y_ptr": x, "rstd_ptr": summed}
+    else:
+        given = {"x_ptr": x, "w_ptr": weight, "dy_ptr": x, "rstd_ptr": summed, "dx_ptr": x, "dw_ptr": weight}
+    given["eps"] = ArgumentClass(problem.accumulate)
+    strides = dict.fromkeys(("x_row_stride", "dy_row_stride"), problem.hidden)
+    return Prepared(choice.variant(save_rstd, offset), given, strides)
