@@ -1,7 +1,7 @@
 """Kernels that do nothing, for CPU tensors, on a GPU that is not there: what is launched, and how, is noted.
 
-`stand_ins` has `rms_norm` choose, render and bind as on that GPU, under whatever release of Triton is installed; in place
-of its compiler, a stand-in makes kernels, and in place of the driver, the stream is a number.
+`stand_ins` has `rms_norm` choose, render and bind as on that GPU. In place of Triton's compiler something makes kernels
+that only tell how they were launched, and the stream is a number.
 """
 
 from __future__ import annotations

@@ -62,42 +62,38 @@ class Frame:
                 if address & MISALIGNED:
                     return False
                 values += (address,)
-        if current_device() == self.device:
-            self._launch(values)
-        else:
-            with torch.cuda.device(self.device):
-                self._launch(values)
-        return True
-
-    def _launch(self, values: tuple[Any, ...]) -> None:
-        stream = current_stream(self.device)
+        device = self.device
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return self(values)
+        stream = current_stream(device)
         for launch, grid, behind, spread, pick, fixed in self.launches:
             if spread:
                 launch(*grid, stream, *behind, *pick(values + fixed))
             else:
                 launch(*grid, stream, *behind, pick(values + fixed))
+        return True
 
 
 class Prepared:
     """A variant with a frame for each of the last row counts. `given` has the names and classes of what a call gives,
     in its order; `numbers` the other run-time numbers, M excepted; `summed` is the dtype of sums and of rstd."""
 
-    __slots__ = ("_frames", "given", "numbers", "summed", "variant")
+    __slots__ = ("frames", "given", "numbers", "summed", "variant")
 
     def __init__(self, variant: Variant, given: Mapping[str, ArgumentClass], numbers: Mapping[str, int]) -> None:
         self.variant, self.given, self.numbers = variant, given, numbers
         self.summed = DTYPES[variant.accumulate]
-        self._frames: dict[int, Frame] = {}
+        self.frames: dict[int, Frame] = {}
 
     def frame(self, rows: int) -> Frame | None:
-        """The launches for `rows` rows; None where their kernels are not loaded yet, or must be launched otherwise."""
-        found = self._frames.get(rows)
-        if found is None:
-            found = self._make(rows)
-            if found is not None:
-                if len(self._frames) >= MOST_ROW_COUNTS:
-                    self._frames = {}  # a new one: another thread may read the old
-                self._frames[rows] = found
+        """The launches for `rows` rows, which `frames` may have already; None where their kernels are not loaded yet,
+        or must be launched otherwise."""
+        found = self.frames.get(rows) or self._make(rows)
+        if found is not None:
+            if len(self.frames) >= MOST_ROW_COUNTS:
+                self.frames = {}  # a new one: another thread may read the old
+            self.frames[rows] = found
         return found
 
     def _make(self, rows: int) -> Frame | None:

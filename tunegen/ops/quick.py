@@ -26,7 +26,6 @@ MOST_KINDS = 4096
 
 MOST = sys.float_info.max
 Values = tuple[Any, ...]
-Table = dict[Values, Any]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
 is_deterministic: Any = torch._C._get_deterministic_algorithms
@@ -49,11 +48,12 @@ class Kind(NamedTuple):
         return self[:4]
 
 
-def key_of_call(
+def find(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None
-) -> Values | None:
-    """All that decides what answers, and whether it may be asked at all; None for a call that is not of the usual kind.
-    Not in it are eps, a number that every kernel is given, and the row count, which counts by its bucket."""
+) -> tuple[Values | None, Kind | None]:
+    """A key of all that decides what answers, and what is known of such calls, if they may be launched the short way
+    now; no key for a call that is not of the usual kind. Not in the key are eps, a number that every kernel is given,
+    and the row count, which counts by its bucket."""
     if (
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
@@ -64,38 +64,32 @@ def key_of_call(
         or forward_ad._current_level >= 0
         or paths.disabled()
     ):
-        return None
+        return None, None
     shape, elements, graded = x.shape, x.numel(), torch.is_grad_enabled()
     if not shape or not elements:
-        return None
+        return None, None
     hidden = shape[-1]
-    key = (
-        *(offset, casting, policy, policies.in_context(), is_deterministic(), graded and x.requires_grad),
-        *(x.dtype, x.device, hidden, (elements // hidden - 1).bit_length()),
-    )
+    bucket = (elements // hidden - 1).bit_length()
+    contract = offset, casting, policy, policies.in_context(), is_deterministic()
+    key: Values
     if weight is None:
-        return key
-    if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-        return None
-    return (*key, weight.dtype, weight.device, weight.shape, graded and weight.requires_grad)
-
-
-def find(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Kind | None:
-    """What is known of calls like this one, if they may be launched the short way now."""
-    table = dispatch.quick
-    if not table or (key := key_of_call(x, weight, eps, offset, casting, policy)) is None:
-        return None
+        key = contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad
+    elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
+        return None, None
+    else:
+        wanted = graded and x.requires_grad, graded and weight.requires_grad
+        key = contract, x.dtype, x.device, hidden, bucket, wanted, weight.dtype, weight.device, weight.shape
     try:
-        kind: Kind | None = table.get(key)
+        kind: Kind | None = dispatch.quick.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
-        return None
-    return None if kind is None or has_hooks() else kind
+        return None, None
+    return key, None if kind is None or has_hooks() else kind
 
 
 def forward(kind: Kind, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None] | None:
     """y, and rstd (M) if it is to be saved; None where the long way must be taken."""
     prepared, rows = kind.forward, x.numel() // x.shape[-1]
-    if prepared is None or (frame := prepared.frame(rows)) is None:
+    if prepared is None or (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
     y, rstd, rstd_at = torch.empty_like(x), None, 0
     if kind.save_rstd:
@@ -119,15 +113,13 @@ def key_of_backward(
     ):
         return None
     hidden = x.shape[-1]
-    key = (
-        *(contract, weight_grad, rstd is None, dy.dtype),
-        *(x.dtype, x.device, hidden, (x.numel() // hidden - 1).bit_length()),
-    )
+    bucket = (x.numel() // hidden - 1).bit_length()
+    of_call = *contract, weight_grad, rstd is None, dy.dtype
     if weight is None:
-        return key
+        return of_call, x.dtype, x.device, hidden, bucket
     if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
         return None
-    return (*key, weight.dtype, weight.device, weight.shape)
+    return of_call, x.dtype, x.device, hidden, bucket, weight.dtype, weight.device, weight.shape
 
 
 def backward(
@@ -135,8 +127,10 @@ def backward(
 ) -> tuple[Tensor, Tensor | None] | None:
     """dx, and dw if it is wanted; None where the long way must be taken."""
     prepared: Prepared | None = dispatch.quick.get(key)
-    frame = None if prepared is None or has_hooks() else prepared.frame(x.numel() // x.shape[-1])
-    if frame is None:
+    if prepared is None or has_hooks():
+        return None
+    rows = x.numel() // x.shape[-1]
+    if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
     dx, dw, weight_at, dw_at = torch.empty_like(x), None, 0, 0
     if weight is not None:
@@ -150,17 +144,11 @@ def backward(
     return (dx, dw) if frame((x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, float(eps))) else None
 
 
-def is_new(table: Table, key: Values | None) -> bool:
-    """Whether there is a key, and nothing known of it."""
-    return key is not None and key not in table
-
-
-def keep(table: Table, key: Values | None, found: Kind | Prepared | None) -> None:
+def keep(table: dict[Values, Any], key: Values, found: Kind | Prepared) -> None:
     """Leave in `table`, which was that of `dispatch` when the call began, what the next call of its kind may use."""
-    if key is not None and found is not None:
-        if len(table) >= MOST_KINDS:
-            table.clear()
-        table[key] = found
+    if len(table) >= MOST_KINDS:
+        table.clear()
+    table[key] = found
 
 
 def prepare(key: Key, save_rstd: bool, offset: float) -> Prepared | None:

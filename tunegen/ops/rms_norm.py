@@ -73,39 +73,43 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         if registered.is_operator(policy):
             return registered.call(x, weight, eps, offset, casting, policy)
         return by_torch(x, weight, eps, offset, casting)
-    kind = quick.find(x, weight, eps, offset, casting, policy)
-    if kind is None:
-        return _long_way(x, weight, eps, offset, casting, policy)
-    if kind.graded:
-        y: Tensor = _RMSNorm.apply(x, weight, eps, kind)
-        return y
-    done = quick.forward(kind, x, weight, eps)
-    return _long_way(x, weight, eps, offset, casting, policy) if done is None else done[0]
-
-
-def _long_way(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, asked: str | None) -> Tensor:
-    """A call of any tensors, with all checks and choices; what it finds is left to later calls of its kind."""
     table = dispatch.quick
+    known, kind = quick.find(x, weight, eps, offset, casting, policy)
+    if kind is not None:
+        if kind.graded:
+            y: Tensor = _RMSNorm.apply(x, weight, eps, kind)
+            return y
+        if (done := quick.forward(kind, x, weight, eps)) is not None:
+            return done[0]
     check(x, weight, eps, offset, casting)
-    policy = dispatch.policy_of(asked)
+    policy = dispatch.policy_of(policy)
     if not has_kernels(x, weight):
         if policy == INVARIANT and x.numel():
             note_torch(policy, no_kernels_because(x, weight))
         return by_torch(x, weight, eps, offset, casting)
-    x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
-    graded, save_rstd = torch.is_grad_enabled() and (x_grad or weight_grad), policy == INVARIANT
+    y, kind = _long_way(x, weight, eps, offset, casting, policy)
+    if known is not None and kind is not None and known not in table:
+        key = key_of("forward", x, weight, offset, casting, False, policy=policy)
+        if (ready := quick.prepare(key, kind.save_rstd, offset)) is not None:
+            quick.keep(table, known, kind._replace(forward=ready))
+    return y
+
+
+def _long_way(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str
+) -> tuple[Tensor, quick.Kind | None]:
+    """y, looking everything up; and the kind of the call, None where torch answers all its like."""
+    weight_grad, save_rstd = weight is not None and weight.requires_grad, policy == INVARIANT
+    graded = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
     if graded:
         choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
         if choice.config is None:
             note_torch(policy, choice.rung)
-            return by_torch(x, weight, eps, offset, casting)
+            return by_torch(x, weight, eps, offset, casting), None
         save_rstd = save_rstd or choice.saves_rstd
     kind = quick.Kind(offset, casting, policy, save_rstd, graded)
     y: Tensor = _RMSNorm.apply(x, weight, eps, kind) if graded else _forward(x, weight, eps, *kind.contract)[0]
-    if quick.is_new(table, known := quick.key_of_call(x, weight, eps, offset, casting, asked)):
-        ready = quick.prepare(key_of("forward", x, weight, offset, casting, False, policy=policy), save_rstd, offset)
-        quick.keep(table, known, ready and kind._replace(forward=ready))
-    return y
+    return y, kind
 
 
 def _into(
@@ -210,8 +214,8 @@ def backward(
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
     if not launch(key, tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
-    if quick.is_new(table, known):
-        quick.keep(table, known, quick.prepare(key, False, offset))
+    if known is not None and known not in table and (ready := quick.prepare(key, False, offset)) is not None:
+        quick.keep(table, known, ready)
     return dx, dw
 
 
