@@ -104,6 +104,10 @@ class Choice:
             found = self._variants[save_rstd, offset, nested] = self._bind(save_rstd, offset, nested)
         return found
 
+    def bound(self, save_rstd: bool, offset: float) -> Variant | None:
+        """The kernel that `variant` returns for rows at a common distance, if it was asked for before."""
+        return self._variants.get((save_rstd, offset, ()))
+
     def copy_nested(self, error: Exception) -> None:
         """From now on have nested rows copied: the rendering that reads them in place does not run here."""
         assert self.config is not None

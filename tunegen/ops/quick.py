@@ -155,7 +155,8 @@ def prepare(key: Key, save_rstd: bool, offset: float) -> Prepared | None:
     """What was launched under `key`, made ready for tensors in standard layout; None where torch answers, or where
     kernels are launched the official way."""
     choice = dispatch.remembered(key)
-    if choice is None or choice.config is None or not launch.launches_directly():
+    variant = None if choice is None else choice.bound(save_rstd, offset)
+    if choice is None or variant is None or not launch.launches_directly():
         return None
     problem = choice.problem
     x, summed = (ArgumentClass(f"*{dtype}", True) for dtype in (problem.x_dtype, problem.accumulate))
@@ -166,4 +167,4 @@ def prepare(key: Key, save_rstd: bool, offset: float) -> Prepared | None:
         given = {"x_ptr": x, "w_ptr": weight, "dy_ptr": x, "rstd_ptr": summed, "dx_ptr": x, "dw_ptr": weight}
     given["eps"] = ArgumentClass(problem.accumulate)
     strides = dict.fromkeys(("x_row_stride", "dy_row_stride"), problem.hidden)
-    return Prepared(choice.variant(save_rstd, offset), given, strides)
+    return Prepared(variant, given, strides)
