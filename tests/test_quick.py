@@ -45,6 +45,17 @@ def train(x, weight, **named):
     y.backward(torch.ones_like(y))
 
 
+def kinds(found, *arguments, call=rms_norm, **named):
+    """The ways that one call takes."""
+    return {one[0] for one in ways(found, call, *arguments, **named)}
+
+
+def misaligned(tensor):
+    """A copy that lies one element behind an address that 16 divides."""
+    copy = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)[1:][: tensor.numel()].view(tensor.shape)
+    return copy.copy_(tensor)
+
+
 def no_addresses(launches):
     """Launches without their way, with addresses only told from other numbers: outputs lie elsewhere each time."""
     return [
@@ -133,7 +144,7 @@ def key_of(x, weight, eps=1e-6, offset=0.0, casting="fp32", policy=None):
 
 def test_every_argument_is_thought_of():
     assert set(CHANGES) == set(inspect.signature(rms_norm).parameters), "a new argument: does it change what answers?"
-    assert set(inspect.signature(quick.find).parameters) == set(CHANGES) - {"out"}
+    assert set(inspect.signature(quick.find).parameters) - {"operator"} == set(CHANGES) - {"out"}
 
 
 @pytest.mark.parametrize("change", CASES)
@@ -234,17 +245,42 @@ def test_transforms_and_the_switch_have_no_key(monkeypatch):
     assert key_of(**case) is not None
 
 
+@pytest.mark.compiler
+def test_a_result_goes_into_out_the_short_way(stand_ins):
+    case, out = given(), torch.empty(ROWS, HIDDEN, dtype=BF16)
+    rms_norm(**case)
+    for into in (out, case["x"]):
+        version = into._version
+        ((way, _, _, _, arguments),) = ways(stand_ins, rms_norm, **case, out=into)
+        assert way == "bare"
+        assert into.data_ptr() in arguments
+        assert into._version == version + 1
+    for into in (misaligned(out), torch.empty(HIDDEN, ROWS, dtype=BF16).t()):
+        assert kinds(stand_ins, **case, out=into) == {"official"}
+    with pytest.raises(ValueError, match="out must have x's shape"):
+        rms_norm(**case, out=out[1:])
+    with pytest.raises(RuntimeError, match="a gradient is wanted"):
+        rms_norm(**case, out=torch.empty_like(out, requires_grad=True))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("training", [False, True])
+def test_the_operator_takes_the_short_way(stand_ins, training):
+    """In training it returns rstd, without it it does not; calls that differ in that alone are of two kinds."""
+    case = given()
+    of_call = case["x"], case["weight"], 1e-6, 0.0, "fp32", "fastest", training, training
+    (official,) = ways(stand_ins, torch.ops.tunegen.rms_norm, *of_call)
+    for _ in range(2):
+        (bare,) = ways(stand_ins, torch.ops.tunegen.rms_norm, *of_call)
+        assert (official[0], bare[0]) == ("official", "bare")
+        assert no_addresses([official]) == no_addresses([bare])
+    y, rstd = torch.ops.tunegen.rms_norm(*of_call)
+    assert (y.shape, rstd.shape, rstd.dtype) == (case["x"].shape, (ROWS if training else 0,), torch.float32)
+    other = (*of_call[:-2], not training, not training)
+    assert kinds(stand_ins, *other, call=torch.ops.tunegen.rms_norm) == {"official"}
+
+
 # What takes the long way although its kind is known
-
-
-def kinds(found, *arguments, call=rms_norm, **named):
-    return {one[0] for one in ways(found, call, *arguments, **named)}
-
-
-def misaligned(tensor):
-    """A copy that lies one element behind an address that 16 divides."""
-    copy = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)[1:][: tensor.numel()].view(tensor.shape)
-    return copy.copy_(tensor)
 
 
 @pytest.mark.compiler

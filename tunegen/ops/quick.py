@@ -26,6 +26,7 @@ MOST_KINDS = 4096
 
 MOST = sys.float_info.max
 Values = tuple[Any, ...]
+Table = dict[Values, Any]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
 is_deterministic: Any = torch._C._get_deterministic_algorithms
@@ -49,11 +50,17 @@ class Kind(NamedTuple):
 
 
 def find(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str | None,
+    operator: tuple[bool, bool] | None = None,
 ) -> tuple[Values | None, Kind | None]:
-    """A key of all that decides what answers, and what is known of such calls, if they may be launched the short way
-    now; no key for a call that is not of the usual kind. Not in the key are eps, a number that every kernel is given,
-    and the row count, which counts by its bucket."""
+    """A key of all that decides what answers, none for an unusual call; and what is known of such calls, if they may be
+    launched the short way now. eps, which every kernel is given, is not in the key, and of the row count its bucket is.
+    `operator`: what a registered operator was told of gradients."""
     if (
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
@@ -63,17 +70,15 @@ def find(
         or transform() is not None
         or forward_ad._current_level >= 0
         or paths.disabled()
+        or not (elements := x.numel())
+        or not (shape := x.shape)
     ):
         return None, None
-    shape, elements, graded = x.shape, x.numel(), torch.is_grad_enabled()
-    if not shape or not elements:
-        return None, None
-    hidden = shape[-1]
+    hidden, graded = shape[-1], torch.is_grad_enabled()
     bucket = (elements // hidden - 1).bit_length()
-    contract = offset, casting, policy, policies.in_context(), is_deterministic()
-    key: Values
+    contract = offset, casting, policy, policies.in_context(), is_deterministic(), operator
     if weight is None:
-        key = contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad
+        key: Values = (contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad)
     elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
         return None, None
     else:
@@ -83,21 +88,29 @@ def find(
         kind: Kind | None = dispatch.quick.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
         return None, None
-    return key, None if kind is None or has_hooks() else kind
+    return key, (None if kind is None or has_hooks() else kind)
 
 
-def forward(kind: Kind, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None] | None:
-    """y, and rstd (M) if it is to be saved; None where the long way must be taken."""
+def forward(
+    kind: Kind, x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None] | None:
+    """y, in `out` if there is one, and rstd (M) if it is to be saved; None where the long way must be taken."""
     prepared, rows = kind.forward, x.numel() // x.shape[-1]
     if prepared is None or (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
-    y, rstd, rstd_at = torch.empty_like(x), None, 0
+    y, rstd, rstd_at = torch.empty_like(x) if out is None else out, None, 0
     if kind.save_rstd:
         rstd = torch.empty(rows, dtype=prepared.summed, device=x.device)
         rstd_at = rstd.data_ptr()
     x_at, y_at, weight_at = x.data_ptr(), y.data_ptr(), 0 if weight is None else weight.data_ptr()
     aligned = not (x_at | weight_at | y_at | rstd_at) & MISALIGNED
     return (y, rstd) if aligned and frame((x_at, weight_at, y_at, rstd_at, eps)) else None
+
+
+def into(out: Tensor, kind: Kind, x: Tensor, weight: Tensor | None, eps: float) -> bool:
+    """Write y to `out`; False, and nothing is written, where the long way must be taken."""
+    usual = type(out) in PLAIN_TENSORS and out.is_contiguous()
+    return usual and forward(kind, x, weight, eps, out) is not None
 
 
 def key_of_backward(
@@ -144,11 +157,23 @@ def backward(
     return (dx, dw) if frame((x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, float(eps))) else None
 
 
-def keep(table: dict[Values, Any], key: Values, found: Kind | Prepared) -> None:
+def is_new(table: Table, key: Values | None) -> bool:
+    """Whether there is a key, and `table` does not know it."""
+    return key is not None and key not in table
+
+
+def keep(table: Table, key: Values | None, found: Kind | Prepared | None) -> None:
     """Leave in `table`, which was that of `dispatch` when the call began, what the next call of its kind may use."""
-    if len(table) >= MOST_KINDS:
-        table.clear()
-    table[key] = found
+    if key is not None and found is not None:
+        if len(table) >= MOST_KINDS:
+            table.clear()
+        table[key] = found
+
+
+def ready(kind: Kind, key: Key) -> Kind | None:
+    """The kind with what was launched forward, under `key`; None where there is no short way."""
+    prepared = prepare(key, kind.save_rstd, kind.offset)
+    return None if prepared is None else kind._replace(forward=prepared)
 
 
 def prepare(key: Key, save_rstd: bool, offset: float) -> Prepared | None:

@@ -88,10 +88,9 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
             note_torch(policy, no_kernels_because(x, weight))
         return by_torch(x, weight, eps, offset, casting)
     y, kind = _long_way(x, weight, eps, offset, casting, policy)
-    if known is not None and kind is not None and known not in table:
+    if kind is not None and quick.is_new(table, known):
         key = key_of("forward", x, weight, offset, casting, False, policy=policy)
-        if (ready := quick.prepare(key, kind.save_rstd, offset)) is not None:
-            quick.keep(table, known, kind._replace(forward=ready))
+        quick.keep(table, known, quick.ready(kind, key))
     return y
 
 
@@ -117,9 +116,13 @@ def _into(
 ) -> Tensor:
     """`rms_norm` without a gradient, written to `out`."""
     if not torch.compiler.is_compiling():
-        check(x, weight, eps, offset, casting)
+        _, kind = quick.find(x, weight, eps, offset, casting, policy)
+        if kind is None:
+            check(x, weight, eps, offset, casting)
         check_out("out", out, x, (x, weight))
         check_memory({"out": out}, {"x": x, "weight": weight})
+        if kind is not None and quick.into(out, kind, x, weight, eps):
+            return written(out)
         policy = dispatch.policy_of(policy)
         if has_kernels(x, weight, out) and writable(out, policy):
             _forward(x, weight, eps, offset, casting, policy, False, out)
@@ -214,8 +217,8 @@ def backward(
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
     if not launch(key, tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
-    if known is not None and known not in table and (ready := quick.prepare(key, False, offset)) is not None:
-        quick.keep(table, known, ready)
+    if quick.is_new(table, known):
+        quick.keep(table, known, quick.prepare(key, False, offset))
     return dx, dw
 
 
