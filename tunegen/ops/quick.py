@@ -77,13 +77,11 @@ def find(
     hidden, graded = shape[-1], torch.is_grad_enabled()
     bucket = (elements // hidden - 1).bit_length()
     contract = offset, casting, policy, policies.in_context(), is_deterministic(), operator
-    if weight is None:
-        key: Values = (contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad)
-    elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-        return None, None
-    else:
-        wanted = graded and x.requires_grad, graded and weight.requires_grad
-        key = contract, x.dtype, x.device, hidden, bucket, wanted, weight.dtype, weight.device, weight.shape
+    key: Values = (contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad)
+    if weight is not None:
+        if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
+            return None, None
+        key = key, weight.dtype, weight.device, weight.shape, graded and weight.requires_grad
     try:
         kind: Kind | None = dispatch.quick.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
@@ -127,12 +125,12 @@ def key_of_backward(
         return None
     hidden = x.shape[-1]
     bucket = (x.numel() // hidden - 1).bit_length()
-    of_call = *contract, weight_grad, rstd is None, dy.dtype
+    key: Values = (contract, weight_grad, rstd is None, dy.dtype, x.dtype, x.device, hidden, bucket)
     if weight is None:
-        return of_call, x.dtype, x.device, hidden, bucket
+        return key
     if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
         return None
-    return of_call, x.dtype, x.device, hidden, bucket, weight.dtype, weight.device, weight.shape
+    return key, weight.dtype, weight.device, weight.shape
 
 
 def backward(
