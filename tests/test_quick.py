@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import inspect
+import textwrap
 import threading
 import weakref
 
@@ -559,3 +561,23 @@ def test_the_second_derivative_is_left_to_operators(stand_ins):
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
     assert dx.requires_grad
     assert stand_ins.launches == []
+
+
+@pytest.mark.compiler
+def test_the_launcher_of_this_triton_takes_what_is_given():
+    """In this order: what its own `__call__` hands on, whose names are read in its source."""
+    from triton.backends.nvidia.driver import CudaLauncher as Real
+
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Real.__call__)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.launch"]
+    (given,) = [[ast.unparse(argument) for argument in call.args] for call in calls]
+    ahead = ["gridX", "gridY", "gridZ", "stream", "function", "self.launch_cooperative_grid", "self.launch_pdl"]
+    scratch = ["global_scratch", "profile_scratch"]
+    hooks = ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"]
+    described = ["self.arg_annotations", "self.kernel_signature"]
+    made = inspect.getsource(Real.__init__)
+    if "self.kernel_signature" in made:
+        assert given[:-1] == ahead + hooks + scratch + described
+        assert given[-1] in ("args", "kernel_args")
+    else:  # as `CompiledKernel.run` is called: metadata, hooks, then the kernel's arguments
+        assert given == [*ahead, *scratch, "*args"]
