@@ -6,6 +6,7 @@ import ast
 import contextlib
 import gc
 import inspect
+import sys
 import textwrap
 import threading
 import weakref
@@ -18,11 +19,12 @@ from standins import STREAM, CudaLauncher
 from torch.autograd import forward_ad
 
 import tunegen
-from tunegen import dispatch, launch, policies, prepared, rms_norm
+from tunegen import add_rms_norm, add_rms_norm_, dispatch, launch, policies, prepared, rms_norm
 from tunegen.errors import CompileError
 from tunegen.model import rows_bucket
 from tunegen.ops import quick
 
+ADD_MODULE = sys.modules["tunegen.ops.add_rms_norm"]
 stand_ins = standins.stand_ins
 BF16 = torch.bfloat16
 ROWS, HIDDEN = 5, 64
@@ -146,7 +148,7 @@ def key_of(x, weight, eps=1e-6, offset=0.0, casting="fp32", policy=None):
 
 def test_every_argument_is_thought_of():
     assert set(CHANGES) == set(inspect.signature(rms_norm).parameters), "a new argument: does it change what answers?"
-    assert set(inspect.signature(quick.find).parameters) - {"operator"} == set(CHANGES) - {"out"}
+    assert set(inspect.signature(quick.find).parameters) - {"more"} == set(CHANGES) - {"out"}
 
 
 @pytest.mark.parametrize("change", CASES)
@@ -280,6 +282,101 @@ def test_the_operator_takes_the_short_way(stand_ins, training):
     assert (y.shape, rstd.shape, rstd.dtype) == (case["x"].shape, (ROWS if training else 0,), torch.float32)
     other = (*of_call[:-2], not training, not training)
     assert kinds(stand_ins, *other, call=torch.ops.tunegen.rms_norm) == {"official"}
+
+
+# add_rms_norm
+
+
+def train_add(x, residual, weight, **named):
+    """Forward and backward of leaves at the same addresses, with a gradient of the sum too."""
+    x, residual = x.detach().requires_grad_(), residual.detach().requires_grad_()
+    y, total = add_rms_norm(x, residual, weight.detach().requires_grad_(), **named)
+    torch.autograd.backward([y, total], [torch.ones_like(y), torch.ones_like(y)])
+
+
+def given_add(**more):
+    return {**given(), "residual": draw(ROWS, HIDDEN, dtype=BF16, seed=1), **more}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("call", [add_rms_norm, train_add, add_rms_norm_])
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"sum_in_fp32": True}, {"offset": 1.0, "casting": "llama"}, {"policy": "invariant"}],
+    ids=["usual", "sum in fp32", "offset llama", "invariant"],
+)
+def test_the_second_fused_call_launches_what_the_first_does(stand_ins, call, case):
+    case = given_add(**case)
+    if call is add_rms_norm_:  # which only looks for what a call has left
+        add_rms_norm(**case)
+    first = ways(stand_ins, call, **case)
+    for _ in range(2):
+        again = ways(stand_ins, call, **case)
+        assert {one[0] for one in again} == {"bare"}
+        assert no_addresses(again) == no_addresses(first)
+    assert {one[0] for one in first} == {"bare" if call is add_rms_norm_ else "official"}
+    inputs = {case[name].data_ptr() for name in ("x", "residual", "weight")}
+    assert inputs <= {argument for one in again for argument in one[4]}
+
+
+ADD_CHANGES = {
+    **CHANGES,
+    "residual": [draw(ROWS, HIDDEN).half(), draw(ROWS, HIDDEN, dtype=BF16).requires_grad_()],
+    "sum_in_fp32": [True],
+}
+
+
+def add_key_of(x, residual, weight, eps=1e-6, offset=0.0, casting="fp32", policy=None, sum_in_fp32=False):
+    contract = ADD_MODULE.Contract(eps, offset, casting, sum_in_fp32, policy)
+    return ADD_MODULE._find(x, residual, weight, contract)[0]
+
+
+def test_every_argument_of_the_fused_op_that_changes_the_answer_is_in_the_key():
+    assert set(ADD_CHANGES) == set(inspect.signature(add_rms_norm).parameters)
+    calls = [given_add(), *(given_add(**{name: value}) for name, values in ADD_CHANGES.items() for value in values)]
+    usual = [call for call in calls if call["x"].shape == call["residual"].shape]
+    keys = [add_key_of(**call) for call in usual]
+    assert None not in keys
+    assert len({*keys, key_of(**given())}) == len(keys) + 1, "nor is it rms_norm's"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"residual": draw(1, HIDDEN, dtype=BF16)},
+        {"residual": draw(ROWS, 2 * HIDDEN, dtype=BF16)[:, ::2]},
+        {"residual": type("Wrapped", (torch.Tensor,), {})(draw(ROWS, HIDDEN))},
+        {"residual": None},
+        {"x": None},
+        *({"sum_in_fp32": value} for value in (1, None)),
+    ],
+    ids=lambda change: f"{next(iter(change))}",
+)
+def test_what_is_no_usual_fused_call_has_no_key(change):
+    assert add_key_of(**given_add(**change)) is None
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("which", ["x", "residual", "weight", "dsum"])
+def test_misaligned_tensors_of_the_fused_op_take_the_long_way(stand_ins, which):
+    case, leaf = given_add(), draw(ROWS, HIDDEN, dtype=BF16).requires_grad_()
+    for _ in range(2):
+        add_rms_norm(**case), train_add(**case)
+    if which != "dsum":
+        assert kinds(stand_ins, call=add_rms_norm, **{**case, which: misaligned(case[which])}) == {"official"}
+        return
+    y, total = add_rms_norm(leaf, case["residual"].clone().requires_grad_(), case["weight"].clone().requires_grad_())
+    gradients = [torch.ones_like(y), misaligned(torch.ones_like(y))]
+    assert {one[0] for one in ways(stand_ins, torch.autograd.backward, [y, total], gradients)} == {"official"}
+
+
+@pytest.mark.compiler
+def test_backward_with_and_without_a_gradient_of_the_sum_are_two_kinds(stand_ins):
+    case = given_add()
+    train_add(**case), train_add(**case)
+    x, residual = (case[name].clone().requires_grad_() for name in ("x", "residual"))
+    y, _ = add_rms_norm(x, residual, case["weight"].clone().requires_grad_())
+    assert {one[0] for one in ways(stand_ins, y.backward, torch.ones_like(y))} == {"official"}
 
 
 # What takes the long way although its kind is known

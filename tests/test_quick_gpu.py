@@ -9,7 +9,7 @@ import torch
 from helpers import Place, assert_right, draw, exact, run, same_bits, weight_of
 from torch.nn import functional as F
 
-from tunegen import dispatch, prepared, rms_norm
+from tunegen import add_rms_norm, dispatch, prepared, rms_norm
 from tunegen.model import rows_bucket
 
 pytestmark = pytest.mark.gpu
@@ -209,3 +209,25 @@ def test_ten_thousand_row_counts():
         kernels.setdefault(bucket, loaded())
         assert kernels[bucket] == loaded(), f"compiled behind the first of its bucket, at {rows} rows"
     assert len(dispatch.quick) == len(kernels) == 15
+
+
+@pytest.mark.parametrize("sum_in_fp32", [False, True])
+@pytest.mark.parametrize(("rows", "hidden"), [(16, 4096), (2000, 2048)])
+def test_the_fused_op_gives_the_bits_of_its_long_way(rows, hidden, sum_in_fp32, short):
+    x, w, dy = case(rows, hidden)
+    residual, named = draw(rows, hidden, dtype=BF16, seed=3, place=CUDA), {"policy": "deterministic"}
+    named["sum_in_fp32"] = sum_in_fp32
+    dispatch.forget()
+
+    def step():
+        leaves = [t.detach().requires_grad_() for t in (x, residual, w)]
+        y, total = add_rms_norm(*leaves, **named)
+        return y.detach(), total.detach(), *torch.autograd.grad([y, total], leaves, [dy, residual])
+
+    long, again = step(), step()
+    plain = [add_rms_norm(x, residual, w, **named) for _ in range(2)]
+    into = add_rms_norm(x, residual, w, out=(torch.empty_like(x), torch.empty_like(x)), **named)
+    for one, other in ((long, again), plain, (plain[0], into)):
+        assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+    if "torch" not in dispatch.answers().values():
+        assert short == [True] * 4

@@ -1,4 +1,4 @@
-"""The short way of a `rms_norm` call: one look-up by what is at hand, then outputs and launches.
+"""The short way of a `rms_norm` or `add_rms_norm` call: one look-up by what is at hand, then outputs and launches.
 
 A call that took the long way (checks, policy, choice, binding by name) leaves here what it found, under a flat key of
 all that decided it. The next of its kind asks only whether it is of that kind: contiguous, aligned, plain tensors, no
@@ -18,13 +18,23 @@ from torch.autograd import forward_ad
 from .. import dispatch, launch, paths, policies
 from ..compile import ArgumentClass
 from ..dispatch import Key
-from ..prepared import MISALIGNED, Prepared, has_hooks
-from .arguments import PLAIN_TENSORS
+from ..prepared import MISALIGNED, Frame, Prepared, has_hooks
+from .arguments import PLAIN_TENSORS, READ_BY_ROWS
 
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
 
 MOST = sys.float_info.max
+# Tensors by the names of kernel parameters, in the order in which they are given; eps comes last.
+_BACKWARD = ("x", "w", "dy", "rstd", "dx", "dw", "dsum")
+GIVEN = {
+    ("rms_norm", "forward"): ("x", "w", "y", "rstd"),
+    ("rms_norm", "backward"): _BACKWARD,
+    ("add_rms_norm", "forward"): ("x", "residual", "w", "y", "sum", "rstd"),
+    ("add_rms_norm", "backward"): _BACKWARD,
+}
+
+Pair = tuple[Tensor, Tensor]
 Values = tuple[Any, ...]
 Table = dict[Values, Any]
 
@@ -56,11 +66,11 @@ def find(
     offset: float,
     casting: str,
     policy: str | None,
-    operator: tuple[bool, bool] | None = None,
+    more: Values | None = None,
 ) -> tuple[Values | None, Kind | None]:
     """A key of all that decides what answers, none for an unusual call; and what is known of such calls, if they may be
     launched the short way now. eps, which every kernel is given, is not in the key, and of the row count its bucket is.
-    `operator`: what a registered operator was told of gradients."""
+    `more`: what else decides, beside the arguments of `rms_norm`."""
     if (
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
@@ -76,7 +86,7 @@ def find(
         return None, None
     hidden, graded = shape[-1], torch.is_grad_enabled()
     bucket = (elements // hidden - 1).bit_length()
-    contract = offset, casting, policy, policies.in_context(), is_deterministic(), operator
+    contract = offset, casting, policy, policies.in_context(), is_deterministic(), more
     key: Values = (contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad)
     if weight is not None:
         if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
@@ -111,8 +121,34 @@ def into(out: Tensor, kind: Kind, x: Tensor, weight: Tensor | None, eps: float) 
     return usual and forward(kind, x, weight, eps, out) is not None
 
 
+def add_forward(
+    kind: Kind, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, out: Pair | None = None
+) -> tuple[Pair, Tensor | None] | None:
+    """The same of `add_rms_norm`, whose residual is as usual as x and of its shape: y and the sum, and rstd."""
+    prepared, rows = kind.forward, x.numel() // x.shape[-1]
+    if prepared is None or (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
+        return None
+    y, total = out or (torch.empty_like(x), torch.empty_like(x))
+    rstd = torch.empty(rows, dtype=prepared.summed, device=x.device) if kind.save_rstd else None
+    return ((y, total), rstd) if _launch(frame, eps, x, residual, weight, y, total, rstd) else None
+
+
+def _launch(frame: Frame, eps: float, *tensors: Tensor | None) -> bool:
+    """Launch, unless one of them is not aligned."""
+    values, bits = [0 if tensor is None else tensor.data_ptr() for tensor in tensors], 0
+    for value in values:
+        bits |= value
+    return not bits & MISALIGNED and frame((*values, eps))
+
+
 def key_of_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None, contract: Values, weight_grad: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor | None,
+    contract: Values,
+    weight_grad: bool,
+    dsum: Tensor | None = None,
 ) -> Values | None:
     """The same of a backward with the contract (offset, casting, policy) of its forward."""
     if (
@@ -126,6 +162,10 @@ def key_of_backward(
     hidden = x.shape[-1]
     bucket = (x.numel() // hidden - 1).bit_length()
     key: Values = (contract, weight_grad, rstd is None, dy.dtype, x.dtype, x.device, hidden, bucket)
+    if dsum is not None:
+        if type(dsum) not in PLAIN_TENSORS or not dsum.is_contiguous():
+            return None
+        key = key, dsum.dtype
     if weight is None:
         return key
     if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
@@ -134,7 +174,14 @@ def key_of_backward(
 
 
 def backward(
-    key: Values, dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None, eps: float, weight_grad: bool
+    key: Values,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    weight_grad: bool,
+    dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
     """dx, and dw if it is wanted; None where the long way must be taken."""
     prepared: Prepared | None = dispatch.quick.get(key)
@@ -143,16 +190,9 @@ def backward(
     rows = x.numel() // x.shape[-1]
     if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
-    dx, dw, weight_at, dw_at = torch.empty_like(x), None, 0, 0
-    if weight is not None:
-        weight_at = weight.data_ptr()
-        if weight_grad:
-            dw = torch.empty_like(weight)
-            dw_at = dw.data_ptr()
-    x_at, dy_at, dx_at, rstd_at = x.data_ptr(), dy.data_ptr(), dx.data_ptr(), 0 if rstd is None else rstd.data_ptr()
-    if (x_at | weight_at | dy_at | rstd_at | dx_at | dw_at) & MISALIGNED:
-        return None
-    return (dx, dw) if frame((x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, float(eps))) else None
+    dx = torch.empty_like(x)
+    dw = torch.empty_like(weight) if weight_grad and weight is not None else None
+    return (dx, dw) if _launch(frame, float(eps), x, weight, dy, rstd, dx, dw, dsum) else None
 
 
 def is_new(table: Table, key: Values | None) -> bool:
@@ -184,10 +224,7 @@ def prepare(key: Key, save_rstd: bool, offset: float) -> Prepared | None:
     problem = choice.problem
     x, summed = (ArgumentClass(f"*{dtype}", True) for dtype in (problem.x_dtype, problem.accumulate))
     weight = ArgumentClass(f"*{problem.weight_dtype}", True)  # without one no kernel has it
-    if problem.direction == "forward":
-        given = {"x_ptr": x, "w_ptr": weight, "y_ptr": x, "rstd_ptr": summed}
-    else:
-        given = {"x_ptr": x, "w_ptr": weight, "dy_ptr": x, "rstd_ptr": summed, "dx_ptr": x, "dw_ptr": weight}
+    classes = {"w": weight, "dw": weight, "rstd": summed}
+    given = {f"{name}_ptr": classes.get(name, x) for name in GIVEN[problem.op, problem.direction]}
     given["eps"] = ArgumentClass(problem.accumulate)
-    strides = dict.fromkeys(("x_row_stride", "dy_row_stride"), problem.hidden)
-    return Prepared(variant, given, strides)
+    return Prepared(variant, given, {f"{name}_row_stride": problem.hidden for name in READ_BY_ROWS})

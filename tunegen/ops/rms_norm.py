@@ -205,11 +205,10 @@ def backward(
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
-    table, known = dispatch.quick, None
-    if dsum is None:
-        known = quick.key_of_backward(dy, x, weight, rstd, (offset, casting, policy), weight_grad)
-        if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad)) is not None:
-            return done
+    table = dispatch.quick
+    known = quick.key_of_backward(dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
+    if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
+        return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
