@@ -93,6 +93,7 @@ def graphs(given: Tensors, batch: int, turns: int) -> dict[str, Any]:
     """By mode: us a graph, and how many more a norm than with F.rms_norm."""
     found: dict[str, Any] = {}
     for mode in MODES:
+        torch.compiler.reset()
         with torch.no_grad(), as_operators():
             calls = graph_calls(given, mode)
             times = timed(calls, batch, turns, torch.cuda.synchronize)

@@ -186,6 +186,34 @@ def test_what_is_around_a_call_and_changes_the_answer_is_in_the_key(around, monk
         assert key_of(**case) not in (None, usual)
 
 
+def test_everything_that_changes_what_answers_backward_is_in_its_key():
+    usual = {**given(), "dy": draw(ROWS, HIDDEN, dtype=BF16), "rstd": torch.ones(ROWS), "weight_grad": True}
+    usual |= {"contract": (0.0, "fp32", "fastest"), "dsum": None}
+    changes = {
+        "dy": [draw(ROWS, HIDDEN)],
+        "x": [draw(ROWS, HIDDEN), draw(ROWS, 80, dtype=BF16), draw(2 * ROWS, HIDDEN, dtype=BF16)],
+        "weight": [None, weight_of(HIDDEN), weight_of(80, BF16), weight_of(HIDDEN, BF16).to("meta")],
+        "rstd": [None],
+        "contract": [(1.0, "fp32", "fastest"), (0.0, "llama", "fastest"), (0.0, "fp32", "deterministic")],
+        "weight_grad": [False],
+        "dsum": [draw(ROWS, HIDDEN, dtype=BF16), draw(ROWS, HIDDEN)],
+    }
+    assert set(changes) == set(inspect.signature(quick.key_of_backward).parameters) == set(usual)
+    changes["x"].append(torch.empty(ROWS, HIDDEN, dtype=BF16, device="meta"))
+    calls = [usual, *({**usual, name: value} for name, values in changes.items() for value in values)]
+    keys = [quick.key_of_backward(**call) for call in calls]
+    assert None not in keys
+    assert len({*keys}) == len(keys)
+
+
+@pytest.mark.compiler
+def test_a_weight_of_another_width_is_refused_after_one_that_fits(stand_ins):
+    case = given()
+    rms_norm(**case), rms_norm(**case)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        rms_norm(case["x"], weight_of(2 * HIDDEN, BF16))
+
+
 @contextlib.contextmanager
 def deterministic():
     torch.use_deterministic_algorithms(True)
@@ -202,6 +230,7 @@ def test_row_counts_count_by_their_bucket_and_eps_not_at_all():
         for other in counts:
             assert (keys[rows] == keys[other]) == (rows_bucket(rows) == rows_bucket(other))
     assert key_of(**given(), eps=0.5) == key_of(**given())
+    assert key_of(**given(), offset=1) == key_of(**given(), offset=1.0)
 
 
 def test_other_devices_are_other_kinds():
@@ -224,7 +253,7 @@ def test_other_devices_are_other_kinds():
         {"weight": weight_of(2 * HIDDEN, BF16)[::2]},
         {"weight": [1.0]},
         *({"eps": eps} for eps in (0, 1, True, -1e-6, float("nan"), float("inf"), None, torch.tensor(1e-6))),
-        *({"offset": offset} for offset in (1, True, None)),
+        *({"offset": offset} for offset in (True, None, "1")),
         *({"casting": casting} for casting in (["fp32"],)),
         *({"policy": policy} for policy in (["fastest"],)),
     ],

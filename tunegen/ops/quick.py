@@ -24,7 +24,7 @@ from .arguments import PLAIN_TENSORS, READ_BY_ROWS
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
 
-MOST = sys.float_info.max
+MOST, NUMBERS = sys.float_info.max, (float, int)
 # Tensors by the names of kernel parameters, in the order in which they are given; eps comes last.
 _BACKWARD = ("x", "w", "dy", "rstd", "dx", "dw", "dsum")
 GIVEN = {
@@ -75,7 +75,7 @@ def find(
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
         or not 0.0 <= eps <= MOST
-        or offset.__class__ is not float  # True equals 1.0, but is refused
+        or offset.__class__ not in NUMBERS  # True equals 1.0, but is refused
         or not x.is_contiguous()
         or transform() is not None
         or forward_ad._current_level >= 0
