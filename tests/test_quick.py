@@ -16,10 +16,12 @@ import standins
 import torch
 from helpers import OP_MODULE, draw, weight_of
 from standins import STREAM, CudaLauncher
+from test_launch import SPLIT, arguments_of, bound_variant
 from torch.autograd import forward_ad
 
 import tunegen
 from tunegen import add_rms_norm, add_rms_norm_, dispatch, launch, policies, prepared, rms_norm
+from tunegen.compile import ArgumentClass
 from tunegen.errors import CompileError
 from tunegen.model import rows_bucket
 from tunegen.ops import quick
@@ -457,6 +459,22 @@ def test_a_workspace_at_an_odd_address_takes_the_long_way(stand_ins):
     assert kinds(stand_ins, call=train, **case) == {"bare"}
     frame.workspace = tuple(lambda make=make: misaligned(make()) for make in frame.workspace)
     assert kinds(stand_ins, call=train, **case) == {"bare", "official"}
+
+
+@pytest.mark.compiler
+def test_a_workspace_that_must_be_zero_is_made_so_in_each_call(stand_ins):
+    variant, arguments = bound_variant(SPLIT, "rms_norm/forward_split_row_atomic"), arguments_of(SPLIT)
+    variant(SPLIT.rows, arguments)
+    tensors = {name: ArgumentClass("*fp32", True) for name in arguments if name.endswith("_ptr")}
+    given = tensors | {"eps": ArgumentClass("fp32")}
+    frame = prepared.Prepared(variant, given, {"x_row_stride": SPLIT.hidden}).frame(SPLIT.rows)
+    wanted = [scratch.zero for scratch in variant.plan(SPLIT.rows).scratch.values()]
+    assert True in wanted
+    assert [make.func is torch.zeros for make in frame.workspace] == wanted
+    values = [arguments[name].data_ptr() for name in tensors]
+    stand_ins.launches.clear()
+    assert frame((*values, 1e-6))
+    assert [one[0] for one in stand_ins.launches] == ["bare"] * len(frame.launches)
 
 
 def frames_of(entry):
