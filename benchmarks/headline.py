@@ -132,9 +132,10 @@ mark("import triton")
 import jinja2, yaml
 mark("import jinja2, yaml")
 from tunegen import dispatch
+from tunegen.key import Key
 from tunegen.model import rows_bucket
 bucket = rows_bucket(rows)
-choice = dispatch.choose(dispatch.Key("rms_norm", "forward", hidden, bucket, x.dtype, w.dtype, "fp32", False, False, 0))
+choice = dispatch.choose(Key("rms_norm", "forward", hidden, bucket, x.dtype, w.dtype, "fp32", False, False, 0))
 mark("database, search space")
 if choice.config is not None:
     choice.variant(False, 0.0)

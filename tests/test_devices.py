@@ -11,12 +11,13 @@ from stored import keep
 from test_dispatch import FIRST, H200, PROBLEM, SECOND, SPACE, timed
 
 from tunegen import add_rms_norm, add_rms_norm_, dispatch, rms_norm
+from tunegen.key import Key
 from tunegen.silicon import of_arch
 
 B200 = of_arch("sm_100")
 BF16 = torch.bfloat16
 CUDA = Place("cuda")
-KEY = dispatch.Key("rms_norm", "backward", PROBLEM.hidden, PROBLEM.rows, BF16, BF16, "fp32", False, True, 0)
+KEY = Key("rms_norm", "backward", PROBLEM.hidden, PROBLEM.rows, BF16, BF16, "fp32", False, True, 0)
 
 
 # Which choice, on GPUs that are not there.

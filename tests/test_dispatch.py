@@ -13,6 +13,7 @@ from stored import keep
 
 from tunegen import dispatch, lookup, passing, render, rms_norm
 from tunegen.errors import CompileError, RenderError
+from tunegen.key import Key
 from tunegen.model import Config, Measurement, Problem, Trial, TrialState
 from tunegen.ops.rms_norm import key_of, launch
 from tunegen.silicon import of_arch
@@ -23,7 +24,7 @@ PROBLEM = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
 SPACE = load_space("rms_norm")
 DEFAULT = SPACE.default(PROBLEM, H200)
 FIRST, SECOND = SPACE.candidates(PROBLEM, H200, "persistent_partials")[:2]
-KEY = dispatch.Key("rms_norm", "backward", 4096, 1024, torch.bfloat16, torch.bfloat16, "fp32", False, True, 0)
+KEY = Key("rms_norm", "backward", 4096, 1024, torch.bfloat16, torch.bfloat16, "fp32", False, True, 0)
 BASELINE = SPACE.candidates(PROBLEM, H200, "single_block")[0]
 
 

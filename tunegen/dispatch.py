@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import paths, policies
 from .errors import RenderError
+from .key import Key
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
 from .once import first
 from .passing import Passing
 from .policies import DETERMINISTIC, FASTEST, INVARIANT
-from .reference import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from .lookup import StoredChoice
@@ -28,41 +28,6 @@ LOG = logging.getLogger("tunegen")
 
 ROWS_REACH = 8
 """A measured choice answers for row counts at most this factor away; beyond, the built-in default does."""
-
-
-class Key(NamedTuple):
-    """What the hot look-up is by: plain values that are at hand in every call. `rows` is the bucket; dtypes are
-    torch's."""
-
-    op: str
-    direction: str
-    hidden: int
-    rows: int
-    x_dtype: torch.dtype
-    weight_dtype: torch.dtype | None
-    casting: str
-    offset: bool
-    weight_grad: bool
-    device: int
-    sum_in_fp32: bool = False
-    policy: str = FASTEST
-
-    def problem(self) -> Problem:
-        """The same as the database knows it."""
-        weight_dtype = None if self.weight_dtype is None else DTYPE_NAMES[self.weight_dtype]
-        return Problem(
-            op=self.op,
-            direction=self.direction,
-            hidden=self.hidden,
-            rows=self.rows,
-            x_dtype=DTYPE_NAMES[self.x_dtype],
-            weight_dtype=weight_dtype,
-            casting=self.casting,
-            offset=self.offset,
-            weight_grad=self.weight_grad,
-            sum_in_fp32=self.sum_in_fp32,
-            policy=self.policy,
-        )
 
 
 def policy_of(argument: str | None, traced: bool = False) -> str:
@@ -109,6 +74,10 @@ class Choice:
             found = self._variants.setdefault((save_rstd, offset, nested), bound)  # all threads use the first one's
         return found
 
+    def bound(self, save_rstd: bool, offset: float) -> Variant | None:
+        """The kernel that `variant` returns for rows at a common distance, if it was asked for before."""
+        return self._variants.get((save_rstd, offset, ()))
+
     def copy_nested(self, error: Exception) -> None:
         """From now on have nested rows copied: the rendering that reads them in place does not run here."""
         assert self.config is not None
@@ -135,6 +104,10 @@ _passing: Passing[Key, Choice] = Passing()
 _demoted: set[tuple[Key, Config]] = set()
 _copying: set[Choice] = set()
 
+quick: dict[tuple[Any, ...], Any] = {}
+"""What `ops.quick` knows of calls. Where choices change a new one takes its place, so that who has begun a call before
+leaves what it finds in the old one."""
+
 
 def choose(key: Key) -> Choice:
     """The choice for `key`: remembered, or found by going down the ladder."""
@@ -157,10 +130,8 @@ def _found(key: Key) -> Choice:
     before = _passing.values.pop(key, None)
     if before is not None and before.config == config:
         made._variants, made.nests = before._variants, made.nests and before.nests
-    if unread and key.policy == FASTEST:  # the others promise the same bits again: theirs stays
-        choice = _passing.put(key, made)
-    else:
-        choice = _choices.setdefault(key, made)
+    passing = unread and key.policy == FASTEST  # the others promise the same bits again: theirs stays
+    choice = _passing.put(key, made) if passing else _choices.setdefault(key, made)
     if choice is made:
         LOG.info("%s: %s, %s", problem.label(), config.label() if config else "torch", choice.rung)
     return choice
@@ -176,15 +147,21 @@ def remembered(key: Key) -> Choice | None:
     return _choices.get(key) or _passing.values.get(key)
 
 
+def settled(key: Key) -> Choice | None:
+    """The same, less passing ones."""
+    return _choices.get(key)
+
+
 def demote(key: Key, choice: Choice, error: Exception) -> None:
     """Never use `choice` for `key` again in this process: it does not compile or load here. The next rung answers."""
     assert choice.config is not None
     label = choice.config.label()
     if first(_demoted, (key, choice.config)):
         LOG.warning("%s: %s does not run here (%s); trying the next choice", choice.problem.label(), label, error)
-    for remembered_ones in (_choices, _passing.values):
-        if remembered_ones.get(key) is choice:  # else another thread has put the next one there
-            remembered_ones.pop(key, None)
+    for kept in (_choices, _passing.values):
+        if kept.get(key) is choice:  # else another thread has put the next one there
+            kept.pop(key, None)
+    _forget_quick()
 
 
 def answers() -> dict[str, str]:
@@ -204,6 +181,12 @@ def forget() -> None:
     _passing.values.clear()
     _demoted.clear()
     _copying.clear()
+    _forget_quick()
+
+
+def _forget_quick() -> None:
+    global quick
+    quick = {}
 
 
 @lru_cache(maxsize=64)

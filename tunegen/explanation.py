@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import paths
-from .dispatch import ROWS_REACH, Key, Rung, policy_of, remembered, rungs, silicon_of, standing
+from .dispatch import ROWS_REACH, Rung, policy_of, remembered, rungs, silicon_of, standing
+from .key import Key
 from .model import RMS_NORM, TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
 from .policies import FASTEST, INVARIANT

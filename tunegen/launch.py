@@ -82,6 +82,13 @@ class _Ready(NamedTuple):
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *arguments)
 
 
+class Standing(NamedTuple):
+    """Where a variant keeps the compiled kernel of a launch, and the arguments by name in the kernel's order."""
+
+    key: tuple[Any, ...]
+    values: dict[str, Any]
+
+
 class Variant:
     """One config of one rendered template on one device.
 
@@ -177,23 +184,29 @@ class Variant:
 
     def _ready(self, launch: Launch, bound: Mapping[str, Argument]) -> _Ready:
         """A launch with all that it takes; compiles and loads the kernel where that is new."""
+        found = self.standing(launch, bound)
+        compiled = self.compiled.get(found.key)
+        if compiled is None:
+            from triton.runtime.driver import driver
+
+            by_name = dict(zip(found.values, found.key[-1], strict=True))
+            compiled = compile_launch(launch, self.config, by_name, driver.active.get_current_target())
+            load_binary(compiled)
+            compiled = self.compiled.setdefault(found.key, compiled)  # of several threads all launch the first one's
+        return _Ready(compiled, (*launch.grid, 1, 1)[:3], self.device.index, [*found.values.values()])
+
+    def standing(self, launch: Launch, bound: Mapping[str, Argument | ArgumentClass]) -> Standing:
+        """Where the compiled kernel of a launch is kept, and its arguments; a class in `bound` stands for a tensor or
+        number of that class. Raises CompileError for a parameter that nobody gives."""
         kernel = launch.kernel
         values = {**self.constants, **bound, **launch.values}
         try:
             fixed = _fixed_names(kernel)
-            classes = tuple(self._classify(n, values[n], n in fixed) for n in kernel.arg_names)
+            arguments = {name: values[name] for name in kernel.arg_names}
+            classes = tuple([self._classify(name, value, name in fixed) for name, value in arguments.items()])
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
-        key = (kernel.__name__, launch.num_warps, classes)
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            from triton.runtime.driver import driver
-
-            by_name = dict(zip(kernel.arg_names, classes, strict=True))
-            compiled = compile_launch(launch, self.config, by_name, driver.active.get_current_target())
-            load_binary(compiled)
-            compiled = self.compiled.setdefault(key, compiled)  # of several threads all launch the first one's
-        return _Ready(compiled, (*launch.grid, 1, 1)[:3], self.device.index, [values[n] for n in kernel.arg_names])
+        return Standing((kernel.__name__, launch.num_warps, classes), arguments)
 
     def _unbound(self, launch: Launch, error: Exception) -> CompileError:
         """For a template whose launch is of no kernel, or of one with a parameter that nobody gives."""
@@ -201,9 +214,11 @@ class Variant:
         why = f"nothing gives its parameter {error}" if isinstance(error, KeyError) else first_line(error)
         return CompileError(f"{self.source.template}.py.jinja: {kernel}: {why}")
 
-    def _classify(self, name: str, value: Argument, fixed: bool) -> ArgumentClass:
+    def _classify(self, name: str, value: Argument | ArgumentClass, fixed: bool) -> ArgumentClass:
         if isinstance(value, Tensor):
             return ArgumentClass(f"*{DTYPE_NAMES[value.dtype]}", value.data_ptr() % 16 == 0)
+        if isinstance(value, ArgumentClass):
+            return value
         if fixed:
             return ArgumentClass("constexpr", value=value)
         if isinstance(value, float):

@@ -64,3 +64,8 @@ def asked_for(argument: str | None, traced: bool = False) -> str:
     if argument is not None:
         return checked(argument)
     return (_entered if traced else _POLICY.get()) or checked(_ENVIRONMENT, "the variable TUNEGEN_POLICY")
+
+
+def in_context() -> str:
+    """The policy of a call without an argument, not checked: a part of what calls are known by."""
+    return _POLICY.get() or _ENVIRONMENT

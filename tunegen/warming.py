@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import paths
-from .dispatch import Key, policy_of, silicon_of
+from .dispatch import policy_of, silicon_of
 from .explanation import Explanation, Explanations, explain_problem
+from .key import Key
 from .model import DIRECTIONS, rows_bucket
 from .ops import rms_norm as op
 from .ops.arguments import check

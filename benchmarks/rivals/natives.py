@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import tunegen
 from tunegen import dispatch, paths
-from tunegen.dispatch import Key
+from tunegen.key import Key
 from tunegen.model import rows_bucket
 from tunegen.ops.rms_norm_spec import EPS
 from tunegen.reference import DTYPES

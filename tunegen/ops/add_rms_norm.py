@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, reference
+from ..key import Key
 from ..policies import INVARIANT
-from . import registered
+from . import quick, registered
 from . import rms_norm as norm
-from .arguments import check, check_like, check_out, is_distributed, written
+from .arguments import PLAIN_TENSORS, check, check_like, check_out, is_distributed, written
 from .memory import check_memory
 from .notes import note_torch
 
@@ -104,6 +105,14 @@ def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
             total = (x + residual).contiguous()
             return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
         return by_torch(x, residual, weight, contract)
+    table = dispatch.quick
+    known, kind = _find(x, residual, weight, contract)
+    if kind is not None:
+        if kind.graded:
+            y, total = _AddRMSNorm.apply(x, residual, weight, contract._replace(policy=kind.policy), kind)
+            return y, total
+        if (done := quick.add_forward(kind, x, residual, weight, contract.eps)) is not None:
+            return done[0]
     _check(x, residual, weight, contract)
     policy = dispatch.policy_of(contract.policy)
     contract = contract._replace(policy=policy)
@@ -116,16 +125,47 @@ def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
         if policy == INVARIANT and x.numel():
             note_torch(policy, norm.no_kernels_because(x, weight, residual))
         return by_torch(x, residual, weight, contract)
-    weight_grad = weight is not None and weight.requires_grad
-    if not (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_grad)):
-        return _forward(x, residual, weight, contract, save_rstd=False)[0]
-    of_call = x, weight, contract.offset, contract.casting, weight_grad, norm.ADD_RMS_NORM
-    choice = dispatch.choose(norm.key_of("backward", *of_call, policy=policy))
-    if choice.config is None:
-        note_torch(policy, choice.rung)
-        return by_torch(x, residual, weight, contract)
-    y, total = _AddRMSNorm.apply(x, residual, weight, contract, choice.saves_rstd)
-    return y, total
+    result, kind = _long_way(x, residual, weight, contract)
+    if kind is not None and quick.is_new(table, known):
+        quick.keep(table, known, quick.ready(kind, _forward_key(x, weight, contract)))
+    return result
+
+
+def _find(
+    x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
+) -> tuple[quick.Values | None, quick.Kind | None]:
+    """`quick.find` with what the residual and `sum_in_fp32` decide."""
+    eps, offset, casting, sum_in_fp32, policy = contract
+    if (
+        type(x) not in PLAIN_TENSORS
+        or type(residual) not in PLAIN_TENSORS
+        or not residual.is_contiguous()
+        or residual.shape != x.shape
+        or sum_in_fp32.__class__ is not bool
+    ):
+        return None, None
+    graded = torch.is_grad_enabled() and residual.requires_grad
+    return quick.find(x, weight, eps, offset, casting, policy, (sum_in_fp32, residual.dtype, residual.device, graded))
+
+
+def _long_way(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> tuple[Pair, quick.Kind | None]:
+    """y and the sum, looking everything up; and the kind of the call, None where torch answers all its like."""
+    _, offset, casting, _, policy = contract
+    assert policy is not None
+    weight_grad, save_rstd = weight is not None and weight.requires_grad, policy == INVARIANT
+    graded = torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_grad)
+    if graded:
+        of_call = x, weight, offset, casting, weight_grad, norm.ADD_RMS_NORM
+        choice = dispatch.choose(norm.key_of("backward", *of_call, policy=policy))
+        if choice.config is None:
+            note_torch(policy, choice.rung)
+            return by_torch(x, residual, weight, contract), None
+        save_rstd = save_rstd or choice.saves_rstd
+    kind = quick.Kind(offset, casting, policy, save_rstd, graded)
+    if not graded:
+        return _forward(x, residual, weight, contract, save_rstd)[0], kind
+    y, total = _AddRMSNorm.apply(x, residual, weight, contract, kind)
+    return (y, total), kind
 
 
 def _into(
@@ -139,12 +179,18 @@ def _into(
 ) -> Pair:
     """Without a gradient, written to `out`, whose tensors are called `names`; `instead` does not write there."""
     if not torch.compiler.is_compiling():
-        _check(x, residual, weight, contract)
+        _, kind = _find(x, residual, weight, contract)
+        if kind is None:
+            _check(x, residual, weight, contract)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(f"out must be a pair of tensors, for y and the sum, got {type(out).__name__}")
         for name, tensor in zip(names, out, strict=True):
             check_out(name, tensor, x, (x, residual, weight), instead)
         check_memory(dict(zip(names, out, strict=True)), {"x": x, "residual": residual, "weight": weight})
+        if kind is not None and all(type(t) in PLAIN_TENSORS and t.is_contiguous() for t in out):
+            done = quick.add_forward(kind, x, residual, weight, contract.eps, out)
+            if done is not None:
+                return written(out[0]), written(out[1])
         policy = dispatch.policy_of(contract.policy)
         contract = contract._replace(policy=policy)
         if norm.has_kernels(x, weight, residual, *out) and all(norm.writable(t, policy) for t in out):
@@ -180,27 +226,32 @@ def _forward(
     out: Pair | None = None,
 ) -> tuple[Pair, Tensor | None]:
     """y and the sum, in `out` if there is one, and rstd (M) if it is to be saved."""
-    eps, offset, casting, sum_in_fp32, policy = contract
+    eps, offset, *_, policy = contract
     save_rstd = save_rstd or policy == INVARIANT  # one kernel, with a gradient or without
     y, total = out or [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2)]
     rows = x.numel() // x.shape[-1]
     rstd = torch.empty(rows, dtype=reference.accumulate_dtype(x), device=x.device) if save_rstd else None
     tensors = {"x": x, "residual": residual, "w": weight, "y": y, "sum": total, "rstd": rstd}
-    apart = reads_another_sum(x, sum_in_fp32)
-    key = norm.key_of("forward", x, weight, offset, casting, False, norm.ADD_RMS_NORM, apart, policy=policy)
-    if not norm.launch(key, tensors, eps, offset, save_rstd):
+    if not norm.launch(_forward_key(x, weight, contract), tensors, eps, offset, save_rstd):
         found = by_torch(x, residual, weight, contract)
         y, total = found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
         rstd = norm.rstd_by_torch(total, eps) if save_rstd else None
     return (y, total), rstd
 
 
+def _forward_key(x: Tensor, weight: Tensor | None, contract: Contract) -> Key:
+    _, offset, casting, sum_in_fp32, policy = contract
+    apart = reads_another_sum(x, sum_in_fp32)
+    return norm.key_of("forward", x, weight, offset, casting, False, norm.ADD_RMS_NORM, apart, policy=policy)
+
+
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, save_rstd: bool
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, kind: quick.Kind
     ) -> Pair:
-        (y, total), rstd = _forward(x, residual, weight, contract, save_rstd)
+        done = quick.add_forward(kind, x, residual, weight, contract.eps)
+        (y, total), rstd = done or _forward(x, residual, weight, contract, kind.save_rstd)
         ctx.save_for_backward(total, weight, rstd)
         ctx.contract = contract
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import paths
-from ..dispatch import Key
+from ..key import Key
 from ..launch import Argument
 from ..layouts import in_standard_layout, rows_of
 from ..model import CASTINGS, RMS_NORM

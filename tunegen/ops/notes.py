@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..dispatch import LOG, Key
+from ..dispatch import LOG
 from ..errors import CapturedError
+from ..key import Key
 from ..model import RMS_NORM
 from ..once import first
 from ..policies import INVARIANT

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .. import paths
-from ..dispatch import choose
+from .. import dispatch, paths
 from ..errors import VariableError
 from ..policies import INVARIANT
 from ..reference import accumulate_dtype
+from . import quick
 from .arguments import check, is_distributed
 
 TRACE, OPERATOR = MODES = ("trace", "op")
@@ -99,12 +99,20 @@ def _forward(
     training: bool,
 ) -> tuple[Tensor, Tensor]:
     """What an eager call computes; in training with the rstd (M) that any backward may ask for."""
+    table = dispatch.quick
+    known, kind = quick.find(x, weight, eps, offset, casting, policy, (training, weight_grad))
+    if kind is not None and (done := quick.forward(kind, x, weight, eps)) is not None:
+        return done[0], done[1] if training and done[1] is not None else _nothing(x)
     kernels = op.has_kernels(x, weight)
     if kernels and training:
         key = op.key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
-        kernels = choose(key).config is not None
+        kernels = dispatch.choose(key).config is not None
     if kernels:
-        y, rstd = op._forward(x, weight, eps, offset, casting, training, policy)
+        y, rstd = op._forward(x, weight, eps, offset, casting, policy, training)
+        if quick.is_new(table, known):
+            kind = quick.Kind(offset, casting, policy, training or policy == INVARIANT, False)
+            key = op.key_of("forward", x, weight, offset, casting, False, policy=policy)
+            quick.keep(table, known, quick.ready(kind, key))
     else:
         y, rstd = op.by_torch(x, weight, eps, offset, casting), op.rstd_by_torch(x, eps) if training else None
     return y, rstd if training else _nothing(x)

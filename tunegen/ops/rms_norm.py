@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import dispatch, reference
-from ..dispatch import Choice, Key
+from ..dispatch import Choice
 from ..errors import BuildError, CapturedError, CompileError, RenderError
+from ..key import Key
 from ..model import RMS_NORM, rows_bucket
 from ..policies import INVARIANT, INVARIANT_ROWS
-from . import registered
+from . import quick, registered
 from .arguments import bound, check, check_out, is_distributed, written
 from .arguments import has_kernels as has_kernels
 from .arguments import no_kernels_because as no_kernels_because
+from .by_torch import backward_by_torch as backward_by_torch
+from .by_torch import by_torch as by_torch
+from .by_torch import rstd_by_torch as rstd_by_torch
 from .memory import check_memory
 from .notes import give_way, note_torch
 
@@ -72,6 +74,14 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         if registered.is_operator(policy):
             return registered.call(x, weight, eps, offset, casting, policy)
         return by_torch(x, weight, eps, offset, casting)
+    table = dispatch.quick
+    known, kind = quick.find(x, weight, eps, offset, casting, policy)
+    if kind is not None:
+        if kind.graded:
+            y: Tensor = _RMSNorm.apply(x, weight, eps, kind)
+            return y
+        if (done := quick.forward(kind, x, weight, eps)) is not None:
+            return done[0]
     check(x, weight, eps, offset, casting)
     policy = dispatch.policy_of(policy)
     if not has_kernels(x, weight):
@@ -83,15 +93,28 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         if policy == INVARIANT and x.numel():
             note_torch(policy, no_kernels_because(x, weight))
         return by_torch(x, weight, eps, offset, casting)
-    x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
-    if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
-        return _forward(x, weight, eps, offset, casting, False, policy)[0]
-    choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
-    if choice.config is None:
-        note_torch(policy, choice.rung)
-        return by_torch(x, weight, eps, offset, casting)
-    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd, policy)
+    y, kind = _long_way(x, weight, eps, offset, casting, policy)
+    if kind is not None and quick.is_new(table, known):
+        key = key_of("forward", x, weight, offset, casting, False, policy=policy)
+        quick.keep(table, known, quick.ready(kind, key))
     return y
+
+
+def _long_way(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str
+) -> tuple[Tensor, quick.Kind | None]:
+    """y, looking everything up; and the kind of the call, None where torch answers all its like."""
+    weight_grad, save_rstd = weight is not None and weight.requires_grad, policy == INVARIANT
+    graded = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
+    if graded:
+        choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
+        if choice.config is None:
+            note_torch(policy, choice.rung)
+            return by_torch(x, weight, eps, offset, casting), None
+        save_rstd = save_rstd or choice.saves_rstd
+    kind = quick.Kind(offset, casting, policy, save_rstd, graded)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, kind) if graded else _forward(x, weight, eps, *kind.contract)[0]
+    return y, kind
 
 
 def _into(
@@ -99,12 +122,16 @@ def _into(
 ) -> Tensor:
     """`rms_norm` without a gradient, written to `out`."""
     if not torch.compiler.is_compiling():
-        check(x, weight, eps, offset, casting)
+        _, kind = quick.find(x, weight, eps, offset, casting, policy)
+        if kind is None:
+            check(x, weight, eps, offset, casting)
         check_out("out", out, x, (x, weight))
         check_memory({"out": out}, {"x": x, "weight": weight})
+        if kind is not None and quick.into(out, kind, x, weight, eps):
+            return written(out)
         policy = dispatch.policy_of(policy)
         if has_kernels(x, weight, out) and writable(out, policy):
-            _forward(x, weight, eps, offset, casting, False, policy, out)
+            _forward(x, weight, eps, offset, casting, policy, False, out)
             return written(out)
     return out.copy_(_call(x, weight, eps, offset, casting, policy))
 
@@ -112,17 +139,6 @@ def _into(
 def writable(out: Tensor, policy: str) -> bool:
     """Whether kernels may write to `out`; "invariant" has them compiled for aligned tensors only."""
     return out.is_contiguous() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
-
-
-def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
-    """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
-    fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
-    if fused and x.numel():
-        # Under autocast torch would compute a copy of x in fp32, and return that dtype.
-        plain = torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
-        with plain:
-            return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
-    return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
 def key_of(
@@ -163,8 +179,8 @@ def _forward(
     eps: float,
     offset: float,
     casting: str,
-    save_rstd: bool,
     policy: str,
+    save_rstd: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y, in `out` if there is one, and rstd (M) if it is to be saved."""
@@ -182,11 +198,6 @@ def _forward(
     return y, rstd
 
 
-def rstd_by_torch(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) of each row (M), in the accumulation dtype."""
-    return torch.rsqrt(x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x)).square().mean(-1) + eps)
-
-
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -200,6 +211,10 @@ def backward(
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
+    table = dispatch.quick
+    known = quick.key_of_backward(dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
+    if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
+        return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
@@ -207,27 +222,9 @@ def backward(
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
     if not launch(key, tensors, eps, offset, False):
         return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
+    if quick.is_new(table, known):
+        quick.keep(table, known, quick.prepare(key, False, offset))
     return dx, dw
-
-
-def backward_by_torch(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    casting: str,
-    weight_grad: bool,
-    dsum: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The backward formula in torch operators, differentiable in dy, x, the weight and `dsum`, which is added to dx."""
-    acc = reference.accumulate_dtype(x)
-    hidden = x.shape[-1]
-    round_to = x.dtype if casting == "llama" else None
-    wide_dy, wide_x = dy.reshape(-1, hidden).to(acc), x.reshape(-1, hidden).to(acc)
-    dx, dw = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
-    dx = dx if dsum is None else dx + dsum.reshape(-1, hidden).to(acc)
-    return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
 
 
 def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
@@ -258,31 +255,22 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        offset: float,
-        casting: str,
-        save_rstd: bool,
-        policy: str,
-    ) -> Tensor:
-        y, rstd = _forward(x, weight, eps, offset, casting, save_rstd, policy)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kind: quick.Kind) -> Tensor:
+        y, rstd = quick.forward(kind, x, weight, eps) or _forward(x, weight, eps, *kind.contract)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.contract = eps, offset, casting, policy
+        ctx.contract = eps, kind.offset, kind.casting, kind.policy
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
-        weight_grad = ctx.needs_input_grad[1]
+        x_grad, weight_grad, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
             dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
-        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None, None
+        return dx if x_grad else None, dw, None, None
 
 
 registered.register(sys.modules[__name__])
