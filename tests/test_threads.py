@@ -91,6 +91,7 @@ def stand_ins(monkeypatch, tmp_path):
     monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key_of(*args, **named)._replace(device=0))
     monkeypatch.setattr(dispatch, "silicon_of", lambda index: time.sleep(0.01) or of_arch("sm_90"))
     monkeypatch.setattr(dispatch.Choice, "_bind", bind)
+    monkeypatch.setattr(launch, "launches_directly", lambda: False)  # a `StandIn` has no short way
     dispatch.forget()
     yield made
     dispatch.forget()
