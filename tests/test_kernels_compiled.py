@@ -50,6 +50,23 @@ def test_compiles_without_spills_for(template: str, arch: str) -> None:
         assert found.shared_bytes <= silicon.shared_limit
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_candidate_of_one_launch_spills_with_a_residual(arch: str) -> None:
+    """The stream more is what 32 warps have no registers for: its space is narrower than rms_norm's."""
+    silicon, spec = of_arch(arch), op_spec("add_rms_norm")
+    space = load_space("add_rms_norm")
+    for hidden in (8192, 16384):
+        problem = Problem("add_rms_norm", "backward", hidden, 64, weight_grad=True)
+        tiles = {}  # how dw is added up takes fewer registers
+        for config in space.candidates(problem, silicon, "side_by_side"):
+            tiles.setdefault((config["ROWS"], config.num_warps), config)
+        assert tiles
+        for config in tiles.values():
+            assert compile_candidate(spec, problem, config, silicon).spill_bytes == 0, config.label()
+    wider = replace(problem, hidden=16385)
+    assert "side_by_side" not in [family.name for family in space.families(wider, silicon)]
+
+
 @pytest.mark.parametrize(
     ("x", "w", "contract"),
     [
