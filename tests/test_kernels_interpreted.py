@@ -16,6 +16,7 @@ from kernel_cases import (
     gate_of,
     in_place_runner,
     nests,
+    op_of,
     placed_runner,
     problems,
     programs,
@@ -25,10 +26,12 @@ from kernel_cases import (
 )
 
 from tunegen.compile import load
+from tunegen.launch import Variant
 from tunegen.layouts import rows_of
 from tunegen.model import RMS_NORM, Config, Problem, Silicon
 from tunegen.ops import op_spec, rms_norm_spec
-from tunegen.render import rendering
+from tunegen.render import render, rendering
+from tunegen.verify import variant_runner
 
 pytestmark = pytest.mark.interpreter
 
@@ -145,6 +148,29 @@ def test_another_eps_and_offset_than_is_tuned_with(template: str, monkeypatch: p
     monkeypatch.setattr(rms_norm_spec, "OFFSET", 0.5)
     monkeypatch.setattr(rms_norm_spec.constants, "__defaults__", (0.5,))
     check_all(template, (5, 100), "fp32", "fp32", offset=True)
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if "/backward_" in t and not t.endswith("dx_only")])
+def test_dw_is_added_to_what_is_there(template: str) -> None:
+    """To the bit what it is without, and one addition in the dtype of sums."""
+    problem = Problem(op_of(template), "backward", 100, 21, "fp16", "fp32", weight_grad=True)
+    spec = op_spec(problem.op)
+    given = spec.inputs(problem, CPU, seed=0)
+    start = torch.linspace(-3, 3, 100)
+    for config in configs(template, problem, 2):
+        for variant in variants(problem, config, CPU, SMS):
+            flags = {**variant.source.flags, "accumulate_dw": True}
+            source = render(problem.op, template.partition("/")[2], flags)
+            adding = Variant(source, config, spec.constants(problem), problem.accumulate, CPU, SMS)
+            results = []
+            for run, dw in ((variant, torch.zeros(100)), (adding, start.clone())):
+                results.append((torch.empty_like(given["x"]), dw))
+                made = dict(zip(("dx", "dw"), results[-1], strict=True))
+                variant_runner(spec, run)(problem, {**given, **made})
+            (dx, dw), (dx_again, added) = results
+            assert dw.any()
+            assert torch.equal(dx_again, dx)
+            assert torch.equal(added, start + dw)
 
 
 @pytest.mark.parametrize("hidden", [1, 9, 33])

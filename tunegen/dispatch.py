@@ -94,14 +94,18 @@ class Choice:
         self.stored = stored
         self.saves_rstd = config is not None and config.structure.get("RSTD") == "saved"
         self.nests = True  # does its rendering for nested rows run here?
-        self._variants: dict[tuple[bool, float, tuple[str, ...]], Variant] = {}
+        self._variants: dict[tuple[bool, float, tuple[str, ...], bool], Variant] = {}
 
-    def variant(self, save_rstd: bool, offset: float, nested: tuple[str, ...] = ()) -> Variant:
+    def variant(
+        self, save_rstd: bool, offset: float, nested: tuple[str, ...] = (), accumulate_dw: bool = False
+    ) -> Variant:
         """The bound kernel; `save_rstd` matters in the forward direction only, `nested` names the tensors whose rows
-        lie at no common distance. Raises RenderError or CompileError."""
-        found = self._variants.get((save_rstd, offset, nested))
+        lie at no common distance; with `accumulate_dw` dw is added to what is there. Raises RenderError or
+        CompileError."""
+        wanted = save_rstd, offset, nested, accumulate_dw
+        found = self._variants.get(wanted)
         if found is None:
-            found = self._variants[save_rstd, offset, nested] = self._bind(save_rstd, offset, nested)
+            found = self._variants[wanted] = self._bind(*wanted)
         return found
 
     def copy_nested(self, error: Exception) -> None:
@@ -111,13 +115,14 @@ class Choice:
         LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
         self.nests = False
 
-    def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...]) -> Variant:
+    def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...], accumulate_dw: bool) -> Variant:
         from .ops import op_spec
         from .render import rendering
 
         assert self.config is not None
         spec = op_spec(self.problem.op)
-        source = rendering(self.problem, self.config, spec, save_rstd=save_rstd, nested=nested)
+        how = {"save_rstd": save_rstd, "accumulate_dw": accumulate_dw}
+        source = rendering(self.problem, self.config, spec, **how, nested=nested)
         constants = spec.constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)

@@ -13,6 +13,7 @@ from ..policies import INVARIANT
 from . import registered
 from . import rms_norm as norm
 from .arguments import check, check_like, check_out, written
+from .main_grad import adding_to, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import note_torch
 
@@ -40,13 +41,14 @@ def add_rms_norm(
     sum_in_fp32: bool = False,
     out: Pair | None = None,
     policy: str | None = None,
+    main_grad: Tensor | None = None,
 ) -> Pair:
     """The residual add and the norm behind it in one pass: sum = x + residual, y = rms_norm(sum, weight, eps).
 
     Args:
         x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64.
         residual: of x's shape, dtype and device, any strides.
-        weight, eps, offset, casting, policy: as in `tunegen.rms_norm`.
+        weight, eps, offset, casting, policy, main_grad: as in `tunegen.rms_norm`.
         sum_in_fp32: True lets the norm read x + residual in fp32, as flash-attn and quack do; by default it reads the
             sum that is returned, rounded to x's dtype, as Hugging Face's layers do.
         out: where y and the sum go, like x. They may be x and residual, else no memory of an input. No gradients.
@@ -64,7 +66,7 @@ def add_rms_norm(
     contract = Contract(eps, offset, casting, sum_in_fp32, policy)
     if out is not None:
         return _into(out, x, residual, weight, contract)
-    return _call(x, residual, weight, contract)
+    return _call(x, residual, weight, contract, main_grad)
 
 
 def add_rms_norm_(
@@ -97,20 +99,25 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contrac
         raise TypeError(f"sum_in_fp32 must be True or False, got {type(contract.sum_in_fp32).__name__}")
 
 
-def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
+def _call(
+    x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, main_grad: Tensor | None = None
+) -> Pair:
     if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+        not_traced(main_grad)
         policy = dispatch.policy_of(contract.policy, traced=True)
         if policy == INVARIANT and not contract.sum_in_fp32:  # an addition depends on nothing else, a traced norm may
             total = (x + residual).contiguous()
             return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
         return by_torch(x, residual, weight, contract)
     _check(x, residual, weight, contract)
+    if main_grad is not None:
+        check_main_grad(main_grad, x, weight, residual)
     policy = dispatch.policy_of(contract.policy)
     contract = contract._replace(policy=policy)
     if not norm.has_kernels(x, weight, residual):
         if policy == INVARIANT and x.numel():
             note_torch(policy, norm.no_kernels_because(x, weight, residual))
-        return by_torch(x, residual, weight, contract)
+        return by_torch(x, residual, adding_to(weight, main_grad), contract)
     weight_grad = weight is not None and weight.requires_grad
     if not (torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad or weight_grad)):
         return _forward(x, residual, weight, contract, save_rstd=False)[0]
@@ -118,8 +125,8 @@ def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
     choice = dispatch.choose(norm.key_of("backward", *of_call, policy=policy))
     if choice.config is None:
         note_torch(policy, choice.rung)
-        return by_torch(x, residual, weight, contract)
-    y, total = _AddRMSNorm.apply(x, residual, weight, contract, choice.saves_rstd)
+        return by_torch(x, residual, adding_to(weight, main_grad), contract)
+    y, total = _AddRMSNorm.apply(x, residual, weight, contract, choice.saves_rstd, main_grad)
     return y, total
 
 
@@ -193,11 +200,18 @@ def _forward(
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, save_rstd: bool
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        contract: Contract,
+        save_rstd: bool,
+        main_grad: Tensor | None,
     ) -> Pair:
         (y, total), rstd = _forward(x, residual, weight, contract, save_rstd)
         ctx.save_for_backward(total, weight, rstd)
         ctx.contract = contract
+        ctx.main_grad = main_grad if ctx.needs_input_grad[2] else None  # not saved: it changes until backward
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
@@ -210,6 +224,7 @@ class _AddRMSNorm(torch.autograd.Function):
         eps, offset, casting, _, policy = ctx.contract
         weight_grad = ctx.needs_input_grad[2]
         dx: Tensor | None
+        not_differentiated(ctx.main_grad)
         if dy is None:
             dx, dw = dsum, None
         elif torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
@@ -217,6 +232,7 @@ class _AddRMSNorm(torch.autograd.Function):
         else:
             if dsum is None and rstd is None:  # rms_norm's kernels may want what those of this op recompute
                 rstd = norm.rstd_by_torch(total, eps)
-            dx, dw = norm.backward(dy, total, weight, rstd, eps, offset, casting, weight_grad, policy, dsum)
+            of_call = eps, offset, casting, weight_grad, policy
+            dx, dw = norm.backward(dy, total, weight, rstd, *of_call, dsum, ctx.main_grad)
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
-        return of_x, of_residual, dw, None, None
+        return of_x, of_residual, dw, None, None, None

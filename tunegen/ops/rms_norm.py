@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import dispatch, reference
 from ..dispatch import Choice, Key
@@ -19,6 +17,10 @@ from . import registered
 from .arguments import bound, check, check_out, written
 from .arguments import has_kernels as has_kernels
 from .arguments import no_kernels_because as no_kernels_because
+from .by_torch import backward_by_torch as backward_by_torch
+from .by_torch import by_torch as by_torch
+from .by_torch import rstd_by_torch as rstd_by_torch
+from .main_grad import adding_to, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import give_way, note_torch
 
@@ -35,6 +37,7 @@ def rms_norm(
     casting: str = "fp32",
     out: Tensor | None = None,
     policy: str | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
@@ -43,49 +46,59 @@ def rms_norm(
         weight: (N) in any of these dtypes, on x's device, or None.
         eps: a finite Python number >= 0, added to the mean of squares; 1e-6 in every dtype.
         offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight.
-        casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
-            the weight, as Hugging Face's Llama and Qwen3 do.
+        casting: "fp32" rounds once; "llama" rounds x-hat to x's dtype first, as Hugging Face's Llama and Qwen3 do.
         out: where the result goes, of x's shape, dtype and device; x itself, or no memory of an input. No gradients.
         policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; backward follows that of its forward.
+        main_grad: (N), contiguous, fp32 (fp64 for fp64 x): each backward through this call adds dw to it, unrounded,
+            and leaves weight.grad alone. Ignored where no gradient of the weight is wanted.
 
     Returns:
         `out`, or a contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64
         inputs are computed in fp64, all others in fp32.
 
     Raises:
-        TypeError: x, weight or out is no tensor of these dtypes; eps or offset is no Python number.
-        ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting or
-            policy; out shares memory with the weight, or with a part of x.
-        RuntimeError: out is given where a gradient is wanted.
+        TypeError: x, weight, out or main_grad is no tensor of these dtypes; eps or offset is no Python number.
+        ValueError: shapes, devices, layouts, memory or numbers that do not fit; an unknown casting or policy.
+        RuntimeError: out where a gradient is wanted; main_grad in a compiled graph or with create_graph=True.
 
-    The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
-    tuning database names, else by the built-in default; everything else by torch operators.
+    The formula: Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors go to kernels, others to torch operators.
     """
     if out is not None:
         return _into(out, x, weight, eps, offset, casting, policy)
-    return _call(x, weight, eps, offset, casting, policy)
+    return _call(x, weight, eps, offset, casting, policy, main_grad)
 
 
-def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Tensor:
+def _call(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str | None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
+        not_traced(main_grad)
         policy = dispatch.policy_of(policy, traced=True)
         if registered.is_operator(policy):
             return registered.call(x, weight, eps, offset, casting, policy)
         return by_torch(x, weight, eps, offset, casting)
     check(x, weight, eps, offset, casting)
+    if main_grad is not None:
+        check_main_grad(main_grad, x, weight)
     policy = dispatch.policy_of(policy)
+    x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
     if not has_kernels(x, weight):
         if policy == INVARIANT and x.numel():
             note_torch(policy, no_kernels_because(x, weight))
-        return by_torch(x, weight, eps, offset, casting)
-    x_grad, weight_grad = x.requires_grad, weight is not None and weight.requires_grad
+        return by_torch(x, adding_to(weight, main_grad), eps, offset, casting)
     if not (torch.is_grad_enabled() and (x_grad or weight_grad)):
         return _forward(x, weight, eps, offset, casting, False, policy)[0]
     choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
     if choice.config is None:
         note_torch(policy, choice.rung)
-        return by_torch(x, weight, eps, offset, casting)
-    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd, policy)
+        return by_torch(x, adding_to(weight, main_grad), eps, offset, casting)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, offset, casting, choice.saves_rstd, policy, main_grad)
     return y
 
 
@@ -107,17 +120,6 @@ def _into(
 def writable(out: Tensor, policy: str) -> bool:
     """Whether kernels may write to `out`; "invariant" has them compiled for aligned tensors only."""
     return out.is_contiguous() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
-
-
-def by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> Tensor:
-    """`F.rms_norm` on the GPU where its contract is the same, else the reference in torch operators."""
-    fused = x.is_cuda and casting == "fp32" and (weight is None or (offset == 0.0 and weight.dtype == x.dtype))
-    if fused and x.numel():
-        # Under autocast torch would compute a copy of x in fp32, and return that dtype.
-        plain = torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
-        with plain:
-            return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()
-    return reference.rms_norm(x, weight, eps, offset=offset, casting=casting).contiguous()
 
 
 def key_of(
@@ -177,11 +179,6 @@ def _forward(
     return y, rstd
 
 
-def rstd_by_torch(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) of each row (M), in the accumulation dtype."""
-    return torch.rsqrt(x.reshape(-1, x.shape[-1]).to(reference.accumulate_dtype(x)).square().mean(-1) + eps)
-
-
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -193,39 +190,40 @@ def backward(
     weight_grad: bool,
     policy: str,
     dsum: Tensor | None = None,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
+    """dx, and dw if it is wanted and there is no `main_grad` to add it to; with `dsum`, which is added to dx, by the
+    kernels of add_rms_norm."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
+    dw: Tensor | None = None
+    in_place = main_grad is not None and writable(main_grad, policy)
+    if weight is not None and weight_grad:
+        like = weight if main_grad is None else main_grad
+        dw = main_grad if in_place else torch.empty_like(like, memory_format=torch.contiguous_format)
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
     op = RMS_NORM if dsum is None else ADD_RMS_NORM
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
-    if not launch(key, tensors, eps, offset, False):
-        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
-    return dx, dw
+    launched = launch(key, tensors, eps, offset, False, in_place)
+    if not launched:
+        wide = None if weight is None or main_grad is None else weight.to(main_grad.dtype)
+        dx, dw = backward_by_torch(dy, x, weight if wide is None else wide, eps, offset, casting, weight_grad, dsum)
+    if main_grad is None or dw is None:
+        return dx, dw
+    if launched and in_place:
+        written(main_grad)
+    else:
+        main_grad.add_(dw)
+    return dx, None
 
 
-def backward_by_torch(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
+def launch(
+    key: Key,
+    tensors: dict[str, Tensor | None],
     eps: float,
     offset: float,
-    casting: str,
-    weight_grad: bool,
-    dsum: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The backward formula in torch operators, differentiable in dy, x, the weight and `dsum`, which is added to dx."""
-    acc = reference.accumulate_dtype(x)
-    hidden = x.shape[-1]
-    round_to = x.dtype if casting == "llama" else None
-    wide_dy, wide_x = dy.reshape(-1, hidden).to(acc), x.reshape(-1, hidden).to(acc)
-    dx, dw = reference.backward(wide_dy, wide_x, weight, eps, offset, round_to)
-    dx = dx if dsum is None else dx + dsum.reshape(-1, hidden).to(acc)
-    return dx.to(x.dtype).view(x.shape), dw.to(weight.dtype) if weight is not None and weight_grad else None
-
-
-def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
+    save_rstd: bool,
+    accumulate_dw: bool = False,
+) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way: a rendering for
     nested rows to copies, a choice to the next one."""
     x = tensors["x"]
@@ -238,7 +236,7 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
             return False
         nested, arguments = bound(key, tensors, nest=choice.nests)
         try:
-            choice.variant(save_rstd, offset, nested)(rows, {**arguments, "M": rows, "eps": float(eps)})
+            choice.variant(save_rstd, offset, nested, accumulate_dw)(rows, {**arguments, "M": rows, "eps": float(eps)})
         except CapturedError as error:
             give_way(key, error)
             return False
@@ -262,10 +260,12 @@ class _RMSNorm(torch.autograd.Function):
         casting: str,
         save_rstd: bool,
         policy: str,
+        main_grad: Tensor | None,
     ) -> Tensor:
         y, rstd = _forward(x, weight, eps, offset, casting, save_rstd, policy)
         ctx.save_for_backward(x, weight, rstd)
         ctx.contract = eps, offset, casting, policy
+        ctx.main_grad = main_grad if ctx.needs_input_grad[1] else None  # not saved: it changes until backward
         return y
 
     @staticmethod
@@ -273,11 +273,13 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
         weight_grad = ctx.needs_input_grad[1]
+        not_differentiated(ctx.main_grad)
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
-        return dx if ctx.needs_input_grad[0] else None, dw, None, None, None, None, None
+            of_call = eps, offset, casting, weight_grad, policy
+            dx, dw = backward(dy, x, weight, rstd, *of_call, main_grad=ctx.main_grad)
+        return dx if ctx.needs_input_grad[0] else None, dw, *[None] * 6
 
 
 registered.register(sys.modules[__name__])
