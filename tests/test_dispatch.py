@@ -157,7 +157,7 @@ def heads(x):
 def test_h22_what_does_not_compile_here_gives_way_in_the_same_call(launches, caplog):
     launched = []
 
-    def variant(choice, save_rstd, offset, nested):
+    def variant(choice, save_rstd, offset, nested, accumulate_dw):
         launched.append(choice.config)
         if choice.config == FIRST:
             raise CompileError("persistent_partials: OutOfResources: shared memory")
@@ -173,7 +173,7 @@ def test_h22_what_reads_no_nested_rows_here_gets_copies_and_keeps_its_place(laun
     """Heads that the tuned kernel cannot read in place must not cost the contiguous calls their kernel."""
     launched = []
 
-    def variant(choice, save_rstd, offset, nested):
+    def variant(choice, save_rstd, offset, nested, accumulate_dw):
         launched.append((choice.config, nested))
         if nested:
             raise CompileError("row_offsets: no such thing")
@@ -282,7 +282,7 @@ def test_what_was_demoted_or_forgotten_while_the_database_was_locked_is_gone(ans
 
 
 # Each argument of `rms_norm` and how it may change what answers; eps is a number that every kernel is
-# given, out a place that every kernel may write to.
+# given, out and main_grad are places that every kernel may write to.
 CHANGES = {
     "x": [torch.empty(4, 64).half(), torch.empty(4, 65).bfloat16(), torch.empty(5, 64).bfloat16()],
     "weight": [None, torch.empty(64), torch.empty(64).half()],
@@ -291,6 +291,7 @@ CHANGES = {
     "casting": ["llama"],
     "policy": ["deterministic", "invariant"],
     "out": [],
+    "main_grad": [],
 }
 
 

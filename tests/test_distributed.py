@@ -334,3 +334,20 @@ print(any(name in sys.modules for name in ("torch.distributed.tensor", "tunegen.
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
+
+
+def here_main_grad():
+    x, *_, w = inputs()
+    given = placed(x, Shard(0)), placed(w, Replicate(), grad=True)
+    try:
+        rms_norm(*given, main_grad=torch.zeros_like(w))
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+@on_the_cpu
+def test_main_grad_of_a_distributed_tensor_is_refused(two):
+    assert {*two.run(here_main_grad)} == {
+        "main_grad takes no gradient of a distributed tensor; pass what lies here, x.to_local()"
+    }

@@ -13,7 +13,14 @@ import pytest
 import torch
 from kernel_cases import TEMPLATES, family_of, moderate, nests, problems
 
-from tunegen.compile import compile_candidate, launch_options, load, make_plan
+from tunegen.compile import (
+    compile_candidate,
+    compile_launch,
+    expected_classes,
+    launch_options,
+    load,
+    make_plan,
+)
 from tunegen.errors import CompileError
 from tunegen.layouts import rows_of
 from tunegen.model import Config, Problem, Silicon
@@ -27,7 +34,7 @@ pytestmark = pytest.mark.compiler
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OTHER_TRITONS = [folder for folder in os.environ.get("TUNEGEN_TEST_TRITONS", "").split(":") if folder]
 
-SHAPES = ((16384, 4096), (64, 16384))
+SHAPES = ((16384, 4096), (64, 16384), (4096, 16384))
 """The first one that the family is meant for."""
 
 
@@ -48,6 +55,23 @@ def test_compiles_without_spills_for(template: str, arch: str) -> None:
         assert 0 < found.registers <= 255
         assert found.spill_bytes == 0, config.label()
         assert found.shared_bytes <= silicon.shared_limit
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_candidate_of_one_launch_spills_with_a_residual(arch: str) -> None:
+    """The stream more is what 32 warps have no registers for: its space is narrower than rms_norm's."""
+    silicon, spec = of_arch(arch), op_spec("add_rms_norm")
+    space = load_space("add_rms_norm")
+    for hidden in (8192, 16384):
+        problem = Problem("add_rms_norm", "backward", hidden, 64, weight_grad=True)
+        tiles = {}  # how dw is added up takes fewer registers
+        for config in space.candidates(problem, silicon, "side_by_side"):
+            tiles.setdefault((config["ROWS"], config.num_warps), config)
+        assert tiles
+        for config in tiles.values():
+            assert compile_candidate(spec, problem, config, silicon).spill_bytes == 0, config.label()
+    wider = replace(problem, hidden=16385)
+    assert "side_by_side" not in [family.name for family in space.families(wider, silicon)]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +143,62 @@ def test_second_kernel_starts_early_where_the_hardware_can(op: str, arch: str, e
     assert launch_options(second, config).get("launch_pdl", False) == early
     ahead, behind = source.text.split("def sum_partials")
     assert ("gdc_launch_dependents" in ahead, "gdc_wait" in behind) == (early, early)
+
+
+WAITS = [t for t in TEMPLATES if t.endswith("_meet")]
+
+
+@pytest.mark.parametrize("template", WAITS)
+def test_programs_that_wait_fit_all_at_once(template: str) -> None:
+    """The driver is told, and the registers of a multiprocessor are shared out: 65536 of them, in eights a thread."""
+    silicon = of_arch("sm_90")
+    problem = first_problem(template, silicon)
+    found = load_space(problem.op).candidates(problem, silicon, family_of(template).name)
+    for config in found:
+        source = renderings(problem, config, op_spec(problem.op))[0]
+        first, second = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms).launches
+        options, programs = launch_options(first, config), first.grid[0]
+        assert options["launch_cooperative_grid"]
+        assert "launch_cooperative_grid" not in launch_options(second, config)
+        assert "maxnreg" not in launch_options(second, config)
+        each = config.numbers["PROGRAMS_PER_SM"]
+        assert options["maxnreg"] % 8 == 0 or options["maxnreg"] == 255
+        assert options["maxnreg"] * 32 * config.num_warps * each <= 65536
+        assert silicon.sms * each - config.numbers["SPLITS"] < programs <= silicon.sms * each
+    for config in found[:: len(found) // 4]:
+        assert compile_candidate(op_spec(problem.op), problem, config, silicon).registers <= 255
+
+
+@pytest.mark.parametrize("template", WAITS)
+def test_no_barrier_where_each_warp_waits_by_itself(template: str) -> None:
+    """Warps leave the wait after different numbers of rounds: a barrier in it would hang, or let results through."""
+    from triton.backends.compiler import GPUTarget
+
+    silicon = of_arch("sm_90")
+    problem = first_problem(template, silicon)
+    target = GPUTarget("cuda", silicon.capability, 32)
+    for config in load_space(problem.op).candidates(problem, silicon, family_of(template).name)[::3]:
+        source = renderings(problem, config, op_spec(problem.op))[0]
+        plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+        classes = expected_classes(op_spec(problem.op), problem, config, plan, plan.launches[0])
+        ptx = compile_launch(plan.launches[0], config, classes, target).asm["ptx"]
+        waits = [loop for loop in loops(ptx) if "ld.volatile" in loop]
+        inner = min(waits, key=len)
+        assert len(waits) == 2, "the wait, and the loop over tiles around it"
+        assert "bar.sync" not in inner
+        assert "barrier" not in inner
+        assert "bar.sync" in max(waits, key=len)
+
+
+def loops(ptx: str) -> list[str]:
+    """The text from a label to each branch back to it."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: number for number, line in enumerate(lines) if line.startswith("$")}
+    found = []
+    for number, line in enumerate(lines):
+        if "bra" in line and (label := line.rstrip(";").split()[-1]) in labels and labels[label] <= number:
+            found.append("\n".join(lines[labels[label] : number + 1]))
+    return found
 
 
 @pytest.mark.parametrize("hidden", [4096, 5120])

@@ -45,7 +45,7 @@ GPU = torch.device("cuda", 0)
 # Outputs that are as precise as the arithmetic: sums in another order differ by a few ulp.
 ALLOWANCE = {"fp32": 8.0, "fp64": 64.0}
 
-HOMES = ((37, 5120), (2500, 5120))
+HOMES = ((37, 5120), (2500, 5120), (2500, 20480))
 """Shapes for all families: configs for other shapes are carried over from the first that a family is meant for."""
 
 DTYPE_PAIRS = [
@@ -59,7 +59,7 @@ DTYPE_PAIRS = [
 CONTRACTS = [
     (x, w, casting, offset) for x, w in DTYPE_PAIRS for casting in ("fp32", "llama") for offset in (False, True)
 ]
-SHAPES = [(1, 4096), (64, 4096), (1024, 4096), (1000, 769), (37, 5120), (4096, 128), (3, 102400)]
+SHAPES = [(1, 4096), (64, 4096), (1024, 4096), (1000, 769), (37, 5120), (4096, 128), (3, 102400), (1000, 33000)]
 WIDTHS = [769, 768, 1023, 1025, 3584, 17]
 HUGE = [(2**23 + 16, 256), (524289, 4096)]
 
@@ -260,6 +260,45 @@ def test_h06_a_stride_that_int32_does_not_hold(template: str) -> None:
     need_memory(14)
     for problem, config in carried_cases(template, 2, 128, "bf16"):
         run_last_row(problem, list(variants(problem, config, GPU, silicon().sms))[-1], spaced=True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if t.endswith("_meet")])
+@pytest.mark.parametrize("shape", [(2048, 16384), (1000, 32768), (531, 65536), (512, 131072)], ids=str)
+def test_programs_that_wait_for_each_other_meet(template: str, shape: tuple[int, int]) -> None:
+    """Every way to split these rows ends, again and again, beside other work on the GPU too, and from a graph."""
+    spec = op_spec("rms_norm")
+    problem = Problem("rms_norm", "backward", shape[1], shape[0], weight_grad=True)
+    gate, given = gate_of(problem, GPU, ALLOWANCE), spec.inputs(problem, GPU, seed=1)
+    made = {
+        name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=GPU)
+        for name, tensor in spec.tensors(problem).items()
+        if tensor.role == "output"
+    }
+    pointers = {f"{name}_ptr": tensor for name, tensor in {**given, **made}.items()}
+    beside, other = torch.cuda.Stream(), torch.randn(4096, 4096, device=GPU)
+    for config in space_of(problem).candidates(problem, silicon(), family_of(template).name)[::4]:
+        (variant,) = variants(problem, config, GPU, silicon().sms)
+        check(problem, variant, gate)
+        call = variant.bind(problem.rows, {**pointers, **spec.scalars(problem)})
+        call()
+        torch.cuda.synchronize()
+        right = {name: tensor.clone() for name, tensor in made.items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        for run in (call, graph.replay):
+            for tensor in made.values():
+                tensor.fill_(torch.nan)
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                for _ in range(4):
+                    other = (other @ other).tanh()
+            for _ in range(20):
+                run()
+            torch.cuda.synchronize()
+            for name, tensor in made.items():
+                assert torch.equal(tensor, right[name]), f"{config.label()}: {name} varies"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

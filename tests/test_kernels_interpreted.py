@@ -16,6 +16,7 @@ from kernel_cases import (
     gate_of,
     in_place_runner,
     nests,
+    op_of,
     placed_runner,
     problems,
     programs,
@@ -23,12 +24,15 @@ from kernel_cases import (
     space_of,
     variants,
 )
+from turns import take_turns
 
 from tunegen.compile import load
+from tunegen.launch import Variant
 from tunegen.layouts import rows_of
 from tunegen.model import RMS_NORM, Config, Problem, Silicon
 from tunegen.ops import op_spec, rms_norm_spec
-from tunegen.render import rendering
+from tunegen.render import render, rendering
+from tunegen.verify import variant_runner
 
 pytestmark = pytest.mark.interpreter
 
@@ -37,12 +41,15 @@ SMS = 4
 SILICON = Silicon("interpreter", 89, SMS, 2**20, 0, 0, 227 * 1024)
 PROGRAMS = 80
 """In the largest grid of a case: a program takes about five milliseconds."""
+WAITING_PROGRAMS = 8
+"""The same where programs wait for each other: each of them walks over all rows of its group."""
 
 # bf16: the interpreter truncates where a GPU rounds, which is one ulp more.
 ALLOWANCE = {"bf16": 2.0, "fp32": 8.0}
 
-HOME = (37, 4096)
-"""A shape that every family is meant for: configs are taken from here and carried to the width under test."""
+HOMES = ((37, 4096), (37, 8192))
+"""Shapes for all families: configs are taken from the first that one is meant for, and carried to the width under
+test."""
 
 CONTRACTS = [
     (x, casting, offset)
@@ -53,13 +60,25 @@ CONTRACTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that wait for each other do not run one after the other."""
+    take_turns(monkeypatch)
+
+
+def home_of(template: str) -> tuple[int, int]:
+    return next(shape for shape in HOMES if problems(template, *shape, "fp32", "fp32", SILICON))
+
+
 def configs(template: str, problem: Problem, count: int) -> list[Config]:
     """`count` for every choice of structure, from the largest tile that PROGRAMS allows to the smallest."""
-    home = replace(problem, rows=HOME[0], hidden=HOME[1])
+    rows, hidden = home_of(template)
+    home = replace(problem, rows=rows, hidden=hidden)
+    most = WAITING_PROGRAMS if template.endswith("_meet") else PROGRAMS
     distinct: dict[str, dict[str, Config]] = {}
     for candidate in space_of(home).candidates(home, SILICON, family_of(template).name):
         config = carried(candidate, template, problem, SILICON)
-        if programs(problem, config, SMS) <= PROGRAMS:  # the number of warps makes no difference here
+        if programs(problem, config, SMS) <= most:  # the number of warps makes no difference here
             distinct.setdefault(str(config.structure), {})[str(config.numbers)] = config
     assert distinct, f"no config of {template} for {problem}"
     return [config for group in distinct.values() for config in evenly(list(group.values())[::-1], count)]
@@ -79,7 +98,7 @@ def check_all(
     """Every problem of the shape that the template is for, with `count` configs, in every rendering."""
     if x == "bf16" and rounds_twice(template):  # two truncations on end, as above
         contract["sum_in_fp32"] = True
-    found = problems(template, *HOME, x, w, SILICON, **contract)
+    found = problems(template, *home_of(template), x, w, SILICON, **contract)
     assert found, f"{template} is for no problem with x {x}"
     for problem in (replace(p, rows=shape[0], hidden=shape[1]) for p in found):
         gate = gate_of(problem, CPU, ALLOWANCE)
@@ -124,7 +143,7 @@ def test_the_sum_in_fp32(template: str, shape: tuple[int, int], x: str, casting:
 @pytest.mark.parametrize("sum_in_fp32", [False, True])
 @pytest.mark.parametrize("template", [t for t in TEMPLATES if rounds_twice(t)])
 def test_outputs_may_lie_over_the_inputs(template: str, sum_in_fp32: bool) -> None:
-    for home in problems(template, *HOME, "fp16", "fp16", SILICON, sum_in_fp32=sum_in_fp32):
+    for home in problems(template, *home_of(template), "fp16", "fp16", SILICON, sum_in_fp32=sum_in_fp32):
         problem = replace(home, rows=5, hidden=2500)
         gate = gate_of(problem, CPU, ALLOWANCE)
         for config in configs(template, problem, 2):
@@ -147,16 +166,62 @@ def test_another_eps_and_offset_than_is_tuned_with(template: str, monkeypatch: p
     check_all(template, (5, 100), "fp32", "fp32", offset=True)
 
 
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if "/backward_" in t and not t.endswith("dx_only")])
+def test_dw_is_added_to_what_is_there(template: str) -> None:
+    """To the bit what it is without, and one addition in the dtype of sums."""
+    problem = Problem(op_of(template), "backward", 100, 21, "fp16", "fp32", weight_grad=True)
+    spec = op_spec(problem.op)
+    given = spec.inputs(problem, CPU, seed=0)
+    start = torch.linspace(-3, 3, 100)
+    for config in configs(template, problem, 2):
+        for variant in variants(problem, config, CPU, SMS):
+            flags = {**variant.source.flags, "accumulate_dw": True}
+            source = render(problem.op, template.partition("/")[2], flags)
+            adding = Variant(source, config, spec.constants(problem), problem.accumulate, CPU, SMS)
+            results = []
+            for run, dw in ((variant, torch.zeros(100)), (adding, start.clone())):
+                results.append((torch.empty_like(given["x"]), dw))
+                made = dict(zip(("dx", "dw"), results[-1], strict=True))
+                variant_runner(spec, run)(problem, {**given, **made})
+            (dx, dw), (dx_again, added) = results
+            assert dw.any()
+            assert torch.equal(dx_again, dx)
+            assert torch.equal(added, start + dw)
+
+
 @pytest.mark.parametrize("hidden", [1, 9, 33])
 @pytest.mark.parametrize("template", [t for t in TEMPLATES if "SPLITS" in family_of(t).parameters])
 def test_parts_past_the_end_of_the_row_do_nothing(template: str, hidden: int) -> None:
-    for problem in problems(template, *HOME, "fp16", "fp16", SILICON):
+    for problem in problems(template, *home_of(template), "fp16", "fp16", SILICON):
         narrow = replace(problem, rows=5, hidden=hidden)
         wide = space_of(problem).candidates(problem, SILICON, family_of(template).name)[-1]
         config = carried(Config.of(wide.family, {**dict(wide.parameters), "SPLITS": 8}), template, narrow, SILICON)
         assert 7 * config.numbers["BLOCK_SIZE"] >= hidden, "every part holds columns: the case tests nothing"
         for variant in variants(narrow, config, CPU, SMS):
             check(narrow, variant, gate_of(narrow, CPU, ALLOWANCE))
+
+
+@pytest.mark.parametrize("template", [t for t in TEMPLATES if t.endswith("_meet")])
+def test_a_sum_that_is_0_would_be_waited_for_if_it_were_published_as_it_is(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of zeros: on a GPU that call would never end. Here programs that wait for ever are found out."""
+    monkeypatch.setattr("turns.PATIENCE", 500)
+    problem = replace(problems(template, *home_of(template), "fp32", "fp32", SILICON)[0], rows=3, hidden=100)
+    spec = op_spec(problem.op)
+    given = {name: torch.zeros_like(tensor) for name, tensor in spec.inputs(problem, CPU, seed=0).items()}
+    made = {"dx": torch.full((3, 100), torch.nan), "dw": torch.full((100,), torch.nan)}
+    config = configs(template, problem, 1)[0]
+    (right,) = variants(problem, config, CPU, SMS)
+    variant_runner(spec, right)(problem, {**given, **made})
+    assert not made["dx"].any()
+    assert not made["dw"].any()
+    faulty = right.source.text.replace("tl.where(word == 0, -2147483648, word)", "word")
+    assert faulty != right.source.text
+    source = replace(right.source, text=faulty, digest=f"{right.source.digest}faulty")
+    waiting = Variant(source, config, spec.constants(problem), problem.accumulate, CPU, SMS)
+    with pytest.raises(Exception, match="the programs wait for each other"):
+        variant_runner(spec, waiting)(problem, {**given, **made})
 
 
 STORES_OFFSETS = """

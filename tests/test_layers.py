@@ -20,8 +20,9 @@ LAYERS = {
     ),
     "making": "render migrations records liveness store exporting exported importing defaults sampler",
     "running": (
-        "compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.notes ops.by_torch "
-        "ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm ops.rms_norm_module explanation warming"
+        "compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.main_grad ops.by_torch "
+        "ops.notes ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm ops.rms_norm_module "
+        "explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
     "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target needs attempt",
@@ -46,11 +47,11 @@ STARTED = {("worker", "serving")}
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (
     "layouts reference ops.rms_norm_spec ops.add_rms_norm_spec launch prepared key dispatch ops.arguments ops.memory "
-    "ops.by_torch ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm ops.rms_norm_module "
-    "explanation warming ulps gate_kernels verify sensors bench evaluate serving integrations.recognition "
-    "integrations.architectures integrations.eager_backward integrations.hub_kernels integrations.forwards "
-    "integrations.fusion integrations.patching integrations.recording gates.checks gates.double gates.bf16 "
-    "gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
+    "ops.main_grad ops.by_torch ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm "
+    "ops.rms_norm_module explanation warming ulps gate_kernels verify sensors bench evaluate serving "
+    "integrations.recognition integrations.architectures integrations.eager_backward integrations.hub_kernels "
+    "integrations.forwards integrations.fusion integrations.patching integrations.recording gates.checks gates.double "
+    "gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves gates.run gates.command"
 )
 HEAVY = {
     "torch": TORCH,

@@ -21,6 +21,7 @@ from tunegen.space import load_space
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import exhaustive
 import first_call
+import one_family
 import repeat
 import sweeping
 import two_gpus
@@ -94,6 +95,18 @@ def test_guided_sweep_is_held_against_all_candidates(wide_space, gpu, tmp_path):
     stored = json.loads((exhaustive.WIDE.parent / "results" / "h200_exhaustive.json").read_text())
     assert exhaustive.summary(stored["rows"]) == stored["summary"]
     assert {frozenset(row) for row in stored["rows"]} == {frozenset(found)}
+
+
+# one_family.py
+
+
+def test_every_candidate_of_a_family_is_timed(small_space, gpu):
+    found = one_family.measure(TILES[0].family, PROBLEM, gpu.worker, gpu.compile)
+    configs = load_space("rms_norm").candidates(PROBLEM, H200, TILES[0].family)
+    assert {row["config"] for row in found} == {config.label() for config in configs}
+    times = [us_of(PROBLEM, config) for config in configs]
+    assert [row["us"] for row in found] == pytest.approx(sorted(times), abs=0.01)
+    json.dumps(sweeping.record({"rows": found}))
 
 
 # repeat.py

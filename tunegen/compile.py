@@ -24,6 +24,9 @@ from .spec import OpSpec
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
 
+REGISTERS_PER_SM, REGISTERS_PER_THREAD = 65536, 255
+"""Of every architecture from sm_80 to sm_120."""
+
 CUDA_ADVICE = ("Search for `cuda", "CUDA kernel errors might", "For debugging consider", "Compile with `TORCH_USE_CUDA")
 """What torch says behind every error of CUDA."""
 
@@ -99,8 +102,14 @@ def integer_class(name: str, value: int, hidden: int) -> ArgumentClass:
 
 def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
     """What Triton compiles a kernel with, beside its arguments."""
-    options = {**FIXED_OPTIONS, "num_warps": launch.num_warps or config.num_warps, "num_ctas": config.num_ctas}
-    return {**options, "launch_pdl": True} if launch.pdl else options
+    warps = launch.num_warps or config.num_warps
+    options = {**FIXED_OPTIONS, "num_warps": warps, "num_ctas": config.num_ctas}
+    if launch.pdl:
+        options["launch_pdl"] = True
+    if launch.together is not None:
+        room = REGISTERS_PER_SM // (32 * warps * launch.together) // 8 * 8  # they are handed out in eights a thread
+        options |= {"launch_cooperative_grid": True, "maxnreg": min(room, REGISTERS_PER_THREAD)}
+    return options
 
 
 def compile_launch(launch: Launch, config: Config, classes: Mapping[str, ArgumentClass], target: Any) -> Any:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import paths, policies
+from . import paths
 from .errors import RenderError
 from .key import Key
+from .key import policy_of as policy_of
 from .launch import Variant
 from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
 from .once import first
 from .passing import Passing
-from .policies import DETERMINISTIC, FASTEST, INVARIANT
+from .policies import FASTEST, INVARIANT
 
 if TYPE_CHECKING:
     from .lookup import StoredChoice
@@ -28,13 +29,6 @@ LOG = logging.getLogger("tunegen")
 
 ROWS_REACH = 8
 """A measured choice answers for row counts at most this factor away; beyond, the built-in default does."""
-
-
-def policy_of(argument: str | None, traced: bool = False) -> str:
-    """The policy that a call with `policy=argument` is under; `traced` while a compiler reads this. Raises ValueError
-    for an unknown one."""
-    policy = policies.asked_for(argument, traced)
-    return DETERMINISTIC if policy == FASTEST and torch.are_deterministic_algorithms_enabled() else policy
 
 
 class Rung(NamedTuple):
@@ -63,20 +57,23 @@ class Choice:
         # Does it read nested rows where they lie? Of stored trials only finals were verified in that form; a built-in
         # default has no trial, and ships with that form tested.
         self.nests = stored is None or stored.final
-        self._variants: dict[tuple[bool, float, tuple[str, ...]], Variant] = {}
+        self._variants: dict[tuple[bool, float, tuple[str, ...], bool], Variant] = {}
 
-    def variant(self, save_rstd: bool, offset: float, nested: tuple[str, ...] = ()) -> Variant:
+    def variant(
+        self, save_rstd: bool, offset: float, nested: tuple[str, ...] = (), accumulate_dw: bool = False
+    ) -> Variant:
         """The bound kernel; `save_rstd` matters in the forward direction only, `nested` names the tensors whose rows
-        lie at no common distance. Raises RenderError or CompileError."""
-        found = self._variants.get((save_rstd, offset, nested))
+        lie at no common distance; with `accumulate_dw` dw is added to what is there. Raises RenderError or
+        CompileError."""
+        wanted = save_rstd, offset, nested, accumulate_dw
+        found = self._variants.get(wanted)
         if found is None:
-            bound = self._bind(save_rstd, offset, nested)
-            found = self._variants.setdefault((save_rstd, offset, nested), bound)  # all threads use the first one's
+            found = self._variants.setdefault(wanted, self._bind(*wanted))  # all threads use the first one's
         return found
 
     def bound(self, save_rstd: bool, offset: float) -> Variant | None:
         """The kernel that `variant` returns for rows at a common distance, if it was asked for before."""
-        return self._variants.get((save_rstd, offset, ()))
+        return self._variants.get((save_rstd, offset, (), False))
 
     def copy_nested(self, error: Exception) -> None:
         """From now on have nested rows copied: the rendering that reads them in place does not run here."""
@@ -86,13 +83,14 @@ class Choice:
             label = self.config.label()
             LOG.warning("%s: %s reads no nested rows here (%s); copying them", self.problem.label(), label, error)
 
-    def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...]) -> Variant:
+    def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...], accumulate_dw: bool) -> Variant:
         from .ops import op_spec
         from .render import rendering
 
         assert self.config is not None
         spec = op_spec(self.problem.op)
-        source = rendering(self.problem, self.config, spec, save_rstd=save_rstd, nested=nested)
+        how = {"save_rstd": save_rstd, "accumulate_dw": accumulate_dw}
+        source = rendering(self.problem, self.config, spec, **how, nested=nested)
         constants = spec.constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)

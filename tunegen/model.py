@@ -152,13 +152,16 @@ class Scratch(NamedTuple):
 
 class Launch(NamedTuple):
     """One kernel of a plan. `values`: further arguments, by name; `num_warps` overrides the config's; with `pdl`
-    (programmatic dependent launch) it may start before the kernel ahead has ended, for which it then waits itself."""
+    (programmatic dependent launch) it may start before the kernel ahead has ended, for which it then waits itself. With
+    `together` all programs run at the same time, so many a multiprocessor: the compiler keeps to their registers, and
+    the driver refuses a larger grid."""
 
     kernel: Any
     grid: tuple[int, ...]
     values: Mapping[str, int] = {}
     num_warps: int | None = None
     pdl: bool = False
+    together: int | None = None
 
 
 class Plan(NamedTuple):

@@ -134,17 +134,32 @@ def template_of(problem: Problem, config: Config) -> str:
 def renderings(problem: Problem, config: Config, spec: OpSpec, nested: tuple[str, ...] = ()) -> list[KernelSource]:
     """Every kernel file that may be launched for `config` where the rows of the tensors `nested` lie at no common
     distance; the first is the one that is timed. Raises RenderError."""
-    family = config.family
-    template = family if family.endswith(SUFFIX) else f"{problem.direction}_{family}"
+    template = _template(problem, config)
     return [render(spec.name, template, flags) for flags in spec.flags(problem, config, nested)]
 
 
+def _template(problem: Problem, config: Config) -> str:
+    """What `render` knows the template of `config` by."""
+    family = config.family
+    return family if family.endswith(SUFFIX) else f"{problem.direction}_{family}"
+
+
 def rendering(
-    problem: Problem, config: Config, spec: OpSpec, *, save_rstd: bool, nested: tuple[str, ...] = ()
+    problem: Problem,
+    config: Config,
+    spec: OpSpec,
+    *,
+    save_rstd: bool,
+    accumulate_dw: bool = False,
+    nested: tuple[str, ...] = (),
 ) -> KernelSource:
-    """The one that is launched: forward with or without rstd saved for backward; backward has no choice."""
+    """The one that is launched: forward with or without rstd saved for backward; backward with dw written, as it is
+    timed, or added to what is there."""
     found = renderings(problem, config, spec, nested)
-    return next(source for source in found if source.flags.get("save_rstd", save_rstd) == save_rstd)
+    source = next(source for source in found if source.flags.get("save_rstd", save_rstd) == save_rstd)
+    if not accumulate_dw:
+        return source
+    return render(spec.name, _template(problem, config), {**source.flags, "accumulate_dw": True})
 
 
 def combined_digest(problem: Problem, config: Config, spec: OpSpec) -> str:

@@ -14,6 +14,7 @@ from ..policies import INVARIANT
 from . import quick, registered
 from . import rms_norm as norm
 from .arguments import PLAIN_TENSORS, check, check_like, check_out, is_distributed, written
+from .main_grad import adding_to, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import note_torch
 
@@ -41,13 +42,14 @@ def add_rms_norm(
     sum_in_fp32: bool = False,
     out: Pair | None = None,
     policy: str | None = None,
+    main_grad: Tensor | None = None,
 ) -> Pair:
     """The residual add and the norm behind it in one pass: sum = x + residual, y = rms_norm(sum, weight, eps).
 
     Args:
         x: any shape (..., N) with N >= 1, any strides; bf16, fp16, fp32 or fp64.
         residual: of x's shape, dtype and device, any strides.
-        weight, eps, offset, casting, policy: as in `tunegen.rms_norm`.
+        weight, eps, offset, casting, policy, main_grad: as in `tunegen.rms_norm`.
         sum_in_fp32: True lets the norm read x + residual in fp32, as flash-attn and quack do; by default it reads the
             sum that is returned, rounded to x's dtype, as Hugging Face's layers do.
         out: where y and the sum go, like x. They may be x and residual, else no memory of an input. No gradients.
@@ -65,7 +67,7 @@ def add_rms_norm(
     contract = Contract(eps, offset, casting, sum_in_fp32, policy)
     if out is not None:
         return _into(out, x, residual, weight, contract)
-    return _call(x, residual, weight, contract)
+    return _call(x, residual, weight, contract, main_grad)
 
 
 def add_rms_norm_(
@@ -98,22 +100,27 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contrac
         raise TypeError(f"sum_in_fp32 must be True or False, got {type(contract.sum_in_fp32).__name__}")
 
 
-def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> Pair:
+def _call(
+    x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, main_grad: Tensor | None = None
+) -> Pair:
     if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+        not_traced(main_grad)
         policy = dispatch.policy_of(contract.policy, traced=True)
         if policy == INVARIANT and not contract.sum_in_fp32:  # an addition depends on nothing else, a traced norm may
             total = (x + residual).contiguous()
             return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
         return by_torch(x, residual, weight, contract)
     table = dispatch.quick
-    known, kind = _find(x, residual, weight, contract)
+    known, kind = (None, None) if main_grad is not None else _find(x, residual, weight, contract)
     if kind is not None:
         if kind.graded:
-            y, total = _AddRMSNorm.apply(x, residual, weight, contract._replace(policy=kind.policy), kind)
+            y, total = _AddRMSNorm.apply(x, residual, weight, contract._replace(policy=kind.policy), kind, None)
             return y, total
         if (done := quick.add_forward(kind, x, residual, weight, contract.eps)) is not None:
             return done[0]
     _check(x, residual, weight, contract)
+    if main_grad is not None:
+        check_main_grad(main_grad, x, weight, residual)
     policy = dispatch.policy_of(contract.policy)
     contract = contract._replace(policy=policy)
     if not norm.has_kernels(x, weight, residual):
@@ -124,8 +131,8 @@ def _call(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
                 return found[0], found[1]
         if policy == INVARIANT and x.numel():
             note_torch(policy, norm.no_kernels_because(x, weight, residual))
-        return by_torch(x, residual, weight, contract)
-    result, kind = _long_way(x, residual, weight, contract)
+        return by_torch(x, residual, adding_to(weight, main_grad), contract)
+    result, kind = _long_way(x, residual, weight, contract, main_grad)
     if kind is not None and quick.is_new(table, known):
         quick.keep(table, known, quick.ready(kind, _forward_key(x, weight, contract)))
     return result
@@ -148,7 +155,9 @@ def _find(
     return quick.find(x, weight, eps, offset, casting, policy, (sum_in_fp32, residual.dtype, residual.device, graded))
 
 
-def _long_way(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract) -> tuple[Pair, quick.Kind | None]:
+def _long_way(
+    x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, main_grad: Tensor | None
+) -> tuple[Pair, quick.Kind | None]:
     """y and the sum, looking everything up; and the kind of the call, None where torch answers all its like."""
     _, offset, casting, _, policy = contract
     assert policy is not None
@@ -159,12 +168,12 @@ def _long_way(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Cont
         choice = dispatch.choose(norm.key_of("backward", *of_call, policy=policy))
         if choice.config is None:
             note_torch(policy, choice.rung)
-            return by_torch(x, residual, weight, contract), None
+            return by_torch(x, residual, adding_to(weight, main_grad), contract), None
         save_rstd = save_rstd or choice.saves_rstd
     kind = quick.Kind(offset, casting, policy, save_rstd, graded)
     if not graded:
         return _forward(x, residual, weight, contract, save_rstd)[0], kind
-    y, total = _AddRMSNorm.apply(x, residual, weight, contract, kind)
+    y, total = _AddRMSNorm.apply(x, residual, weight, contract, kind, main_grad)
     return (y, total), kind
 
 
@@ -248,12 +257,19 @@ def _forward_key(x: Tensor, weight: Tensor | None, contract: Contract) -> Key:
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, kind: quick.Kind
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        contract: Contract,
+        kind: quick.Kind,
+        main_grad: Tensor | None,
     ) -> Pair:
         done = quick.add_forward(kind, x, residual, weight, contract.eps)
         (y, total), rstd = done or _forward(x, residual, weight, contract, kind.save_rstd)
         ctx.save_for_backward(total, weight, rstd)
         ctx.contract = contract
+        ctx.main_grad = main_grad if ctx.needs_input_grad[2] else None  # not saved: it changes until backward
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
@@ -266,6 +282,7 @@ class _AddRMSNorm(torch.autograd.Function):
         eps, offset, casting, _, policy = ctx.contract
         weight_grad = ctx.needs_input_grad[2]
         dx: Tensor | None
+        not_differentiated(ctx.main_grad)
         if dy is None:
             dx, dw = dsum, None
         elif torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
@@ -273,6 +290,7 @@ class _AddRMSNorm(torch.autograd.Function):
         else:
             if dsum is None and rstd is None:  # rms_norm's kernels may want what those of this op recompute
                 rstd = norm.rstd_by_torch(total, eps)
-            dx, dw = norm.backward(dy, total, weight, rstd, eps, offset, casting, weight_grad, policy, dsum)
+            of_call = eps, offset, casting, weight_grad, policy
+            dx, dw = norm.backward(dy, total, weight, rstd, *of_call, dsum, ctx.main_grad)
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
-        return of_x, of_residual, dw, None, None
+        return of_x, of_residual, dw, None, None, None

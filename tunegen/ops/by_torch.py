@@ -1,4 +1,4 @@
-"""`rms_norm` in torch operators: what answers where no kernel does."""
+"""The norm in torch operators: what answers where no kernel does."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from .. import dispatch, reference
 from ..dispatch import Choice
 from ..errors import BuildError, CapturedError, CompileError, RenderError
 from ..key import Key
-from ..model import RMS_NORM, rows_bucket
-from ..policies import INVARIANT, INVARIANT_ROWS
+from ..key import key_of as key_of
+from ..model import RMS_NORM
+from ..policies import INVARIANT
 from . import quick, registered
 from .arguments import bound, check, check_out, is_distributed, written
 from .arguments import has_kernels as has_kernels
@@ -21,6 +22,7 @@ from .arguments import no_kernels_because as no_kernels_because
 from .by_torch import backward_by_torch as backward_by_torch
 from .by_torch import by_torch as by_torch
 from .by_torch import rstd_by_torch as rstd_by_torch
+from .main_grad import adding_to, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import give_way, note_torch
 
@@ -37,6 +39,7 @@ def rms_norm(
     casting: str = "fp32",
     out: Tensor | None = None,
     policy: str | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the last axis, y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 
@@ -45,44 +48,54 @@ def rms_norm(
         weight: (N) in any of these dtypes, on x's device, or None.
         eps: a finite Python number >= 0, added to the mean of squares; 1e-6 in every dtype.
         offset: added to the weight in fp32; 1.0 for Gemma. Ignored without a weight.
-        casting: "fp32" computes in fp32 and rounds once; "llama" rounds x-hat to x's dtype before the product with
-            the weight, as Hugging Face's Llama and Qwen3 do.
+        casting: "fp32" rounds once; "llama" rounds x-hat to x's dtype first, as Hugging Face's Llama and Qwen3 do.
         out: where the result goes, of x's shape, dtype and device; x itself, or no memory of an input. No gradients.
         policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; backward follows that of its forward.
+        main_grad: (N), contiguous, fp32 (fp64 for fp64 x): each backward through this call adds dw to it, unrounded,
+            and leaves weight.grad alone. Ignored where no gradient of the weight is wanted.
 
     Returns:
         `out`, or a contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64
         inputs are computed in fp64, all others in fp32.
 
     Raises:
-        TypeError: x, weight or out is no tensor of these dtypes; eps or offset is no Python number.
-        ValueError: wrong shapes, different devices, N = 0, eps or offset out of range, an unknown casting or
-            policy; out shares memory with the weight, or with a part of x.
-        RuntimeError: out is given where a gradient is wanted.
+        TypeError: x, weight, out or main_grad is no tensor of these dtypes; eps or offset is no Python number.
+        ValueError: shapes, devices, layouts, memory or numbers that do not fit; an unknown casting or policy.
+        RuntimeError: out where a gradient is wanted; main_grad in a compiled graph or with create_graph=True.
 
-    The formula is that of Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors are computed by the kernel that the
-    tuning database names, else by the built-in default; everything else by torch operators.
+    The formula: Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors go to kernels, others to torch operators.
     """
     if out is not None:
         return _into(out, x, weight, eps, offset, casting, policy)
-    return _call(x, weight, eps, offset, casting, policy)
+    return _call(x, weight, eps, offset, casting, policy, main_grad)
 
 
-def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Tensor:
+def _call(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str | None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
     if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
+        not_traced(main_grad)
         policy = dispatch.policy_of(policy, traced=True)
         if registered.is_operator(policy):
             return registered.call(x, weight, eps, offset, casting, policy)
         return by_torch(x, weight, eps, offset, casting)
     table = dispatch.quick
-    known, kind = quick.find(x, weight, eps, offset, casting, policy)
+    known, kind = (None, None) if main_grad is not None else quick.find(x, weight, eps, offset, casting, policy)
     if kind is not None:
         if kind.graded:
-            y: Tensor = _RMSNorm.apply(x, weight, eps, kind)
+            y: Tensor = _RMSNorm.apply(x, weight, eps, kind, None)
             return y
         if (done := quick.forward(kind, x, weight, eps)) is not None:
             return done[0]
     check(x, weight, eps, offset, casting)
+    if main_grad is not None:
+        check_main_grad(main_grad, x, weight)
     policy = dispatch.policy_of(policy)
     if not has_kernels(x, weight):
         if is_distributed(x, weight):
@@ -92,8 +105,8 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
                 return found[0]
         if policy == INVARIANT and x.numel():
             note_torch(policy, no_kernels_because(x, weight))
-        return by_torch(x, weight, eps, offset, casting)
-    y, kind = _long_way(x, weight, eps, offset, casting, policy)
+        return by_torch(x, adding_to(weight, main_grad), eps, offset, casting)
+    y, kind = _long_way(x, weight, eps, offset, casting, policy, main_grad)
     if kind is not None and quick.is_new(table, known):
         key = key_of("forward", x, weight, offset, casting, False, policy=policy)
         quick.keep(table, known, quick.ready(kind, key))
@@ -101,7 +114,13 @@ def _call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
 
 
 def _long_way(
-    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str,
+    main_grad: Tensor | None,
 ) -> tuple[Tensor, quick.Kind | None]:
     """y, looking everything up; and the kind of the call, None where torch answers all its like."""
     weight_grad, save_rstd = weight is not None and weight.requires_grad, policy == INVARIANT
@@ -110,10 +129,12 @@ def _long_way(
         choice = dispatch.choose(key_of("backward", x, weight, offset, casting, weight_grad, policy=policy))
         if choice.config is None:
             note_torch(policy, choice.rung)
-            return by_torch(x, weight, eps, offset, casting), None
+            return by_torch(x, adding_to(weight, main_grad), eps, offset, casting), None
         save_rstd = save_rstd or choice.saves_rstd
     kind = quick.Kind(offset, casting, policy, save_rstd, graded)
-    y: Tensor = _RMSNorm.apply(x, weight, eps, kind) if graded else _forward(x, weight, eps, *kind.contract)[0]
+    if not graded:
+        return _forward(x, weight, eps, *kind.contract)[0], kind
+    y: Tensor = _RMSNorm.apply(x, weight, eps, kind, main_grad)
     return y, kind
 
 
@@ -139,38 +160,6 @@ def _into(
 def writable(out: Tensor, policy: str) -> bool:
     """Whether kernels may write to `out`; "invariant" has them compiled for aligned tensors only."""
     return out.is_contiguous() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
-
-
-def key_of(
-    direction: str,
-    x: Tensor,
-    weight: Tensor | None,
-    offset: float,
-    casting: str,
-    weight_grad: bool,
-    op: str = RMS_NORM,
-    sum_in_fp32: bool = False,
-    *,
-    policy: str | None = None,
-) -> Key:
-    """What the hot look-up is by, for these arguments; without a policy, under the one in force."""
-    hidden = x.shape[-1]
-    policy = policy or dispatch.policy_of(None)
-    return Key(
-        op=op,
-        direction=direction,
-        hidden=hidden,
-        # A choice holds for its whole bucket, whichever row count asks first.
-        rows=INVARIANT_ROWS if policy == INVARIANT else rows_bucket(x.numel() // hidden),
-        x_dtype=x.dtype,
-        weight_dtype=None if weight is None else weight.dtype,
-        casting=casting,
-        offset=weight is not None and offset != 0.0,
-        weight_grad=weight_grad,
-        device=x.device.index,
-        sum_in_fp32=sum_in_fp32,
-        policy=policy,
-    )
 
 
 def _forward(
@@ -209,25 +198,47 @@ def backward(
     weight_grad: bool,
     policy: str,
     dsum: Tensor | None = None,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and dw if it is wanted; with `dsum`, which is added to dx, by the kernels of add_rms_norm."""
-    table = dispatch.quick
-    known = quick.key_of_backward(dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
+    """dx, and dw if it is wanted and there is no `main_grad` to add it to; with `dsum`, which is added to dx, by the
+    kernels of add_rms_norm."""
+    table, known = dispatch.quick, None
+    if main_grad is None:
+        known = quick.key_of_backward(dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
     if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
         return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if weight is not None and weight_grad else None
+    dw: Tensor | None = None
+    in_place = main_grad is not None and writable(main_grad, policy)
+    if weight is not None and weight_grad:
+        like = weight if main_grad is None else main_grad
+        dw = main_grad if in_place else torch.empty_like(like, memory_format=torch.contiguous_format)
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
     op = RMS_NORM if dsum is None else ADD_RMS_NORM
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
-    if not launch(key, tensors, eps, offset, False):
-        return backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad, dsum)
-    if quick.is_new(table, known):
+    launched = launch(key, tensors, eps, offset, False, in_place)
+    if launched and quick.is_new(table, known):
         quick.keep(table, known, quick.prepare(key, False, offset))
-    return dx, dw
+    if not launched:
+        wide = None if weight is None or main_grad is None else weight.to(main_grad.dtype)
+        dx, dw = backward_by_torch(dy, x, weight if wide is None else wide, eps, offset, casting, weight_grad, dsum)
+    if main_grad is None or dw is None:
+        return dx, dw
+    if launched and in_place:
+        written(main_grad)
+    else:
+        main_grad.add_(dw)
+    return dx, None
 
 
-def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: float, save_rstd: bool) -> bool:
+def launch(
+    key: Key,
+    tensors: dict[str, Tensor | None],
+    eps: float,
+    offset: float,
+    save_rstd: bool,
+    accumulate_dw: bool = False,
+) -> bool:
     """Launch the chosen variant; False where torch is the choice. What does not compile here gives way: a rendering for
     nested rows to copies, a choice to the next one."""
     x = tensors["x"]
@@ -240,7 +251,7 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
             return False
         nested, arguments = bound(key, tensors, nest=choice.nests)
         try:
-            choice.variant(save_rstd, offset, nested)(rows, {**arguments, "M": rows, "eps": float(eps)})
+            choice.variant(save_rstd, offset, nested, accumulate_dw)(rows, {**arguments, "M": rows, "eps": float(eps)})
         except CapturedError as error:
             give_way(key, error)
             return False
@@ -255,10 +266,13 @@ def launch(key: Key, tensors: dict[str, Tensor | None], eps: float, offset: floa
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kind: quick.Kind) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kind: quick.Kind, main_grad: Tensor | None
+    ) -> Tensor:
         y, rstd = quick.forward(kind, x, weight, eps) or _forward(x, weight, eps, *kind.contract)
         ctx.save_for_backward(x, weight, rstd)
         ctx.contract = eps, kind.offset, kind.casting, kind.policy
+        ctx.main_grad = main_grad  # not saved: it changes until backward
         return y
 
     @staticmethod
@@ -266,11 +280,14 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
         x_grad, weight_grad, *_ = ctx.needs_input_grad
+        main_grad = ctx.main_grad if weight_grad else None
+        not_differentiated(main_grad)
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy)
-        return dx if x_grad else None, dw, None, None
+            of_call = eps, offset, casting, weight_grad, policy
+            dx, dw = backward(dy, x, weight, rstd, *of_call, main_grad=main_grad)
+        return dx if x_grad else None, dw, None, None, None
 
 
 registered.register(sys.modules[__name__])

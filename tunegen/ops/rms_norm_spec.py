@@ -63,7 +63,7 @@ def nestable(problem: Problem) -> list[tuple[str, ...]]:
 
 
 def flags(problem: Problem, config: Config, nested: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Jinja flags of the renderings in use: forward without and with rstd saved for backward."""
+    """Jinja flags of the renderings that are timed: forward without and with rstd saved for backward."""
     base: dict[str, Any] = {
         "weight": problem.weight_dtype is not None,
         "casting": problem.casting,
@@ -75,7 +75,7 @@ def flags(problem: Problem, config: Config, nested: tuple[str, ...] = ()) -> lis
     }
     if problem.direction == "forward":
         return [{**base, "save_rstd": False}, {**base, "save_rstd": True}]
-    return [base]
+    return [{**base, "accumulate_dw": False}]
 
 
 def bytes_moved(problem: Problem) -> int:

@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_dx_only.py.jinja: edit the template, not this file.
-# RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
+# RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
 """Backward without a gradient of the weight (frozen, or none): a program finishes ROWS whole rows held in registers."""
 
 import triton

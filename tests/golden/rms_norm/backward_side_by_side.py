@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_side_by_side.py.jinja: edit the template, not this file.
-# RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
+# RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
 """Backward in one launch: some programs finish ROWS rows of dx each, others COLS columns of dw over all rows. With rstd saved dw does
 not wait for dx; x and dy are read twice, the second time from L2 where they fit. Deterministic, without workspace."""
 

@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_single_block.py.jinja: edit the template, not this file.
-# RSTD=saved acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False weight=True
+# RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
 """Backward, single block, as in a textbook: a program a row, one partial row of dw for each row of x, then their sum. The partials
 are M x N in fp32 (268 MB at 16384x4096): swept as the baseline to beat."""
 
