@@ -79,12 +79,9 @@ def _call(
     policy: str | None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # traced: Inductor makes the kernel, and eps may be a symbol
+    if torch.compiler.is_compiling():
         not_traced(main_grad)
-        policy = dispatch.policy_of(policy, traced=True)
-        if registered.is_operator(policy):
-            return registered.call(x, weight, eps, offset, casting, policy)
-        return by_torch(x, weight, eps, offset, casting)
+        return _traced(x, weight, eps, offset, casting, policy)
     table = dispatch.quick
     known, kind = (None, None) if main_grad is not None else quick.find(x, weight, eps, offset, casting, policy)
     if kind is not None:
@@ -111,6 +108,13 @@ def _call(
         key = key_of("forward", x, weight, offset, casting, False, policy=policy)
         quick.keep(table, known, quick.ready(kind, key))
     return y
+
+
+def _traced(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str | None) -> Tensor:
+    """For a graph compiler: Inductor makes the kernel, and eps may be a symbol; or an operator is launched."""
+    policy = dispatch.policy_of(policy, traced=True)
+    of_call = x, weight, eps, offset, casting
+    return registered.call(*of_call, policy) if registered.is_operator(policy) else by_torch(*of_call)
 
 
 def _long_way(
@@ -208,11 +212,10 @@ def backward(
     if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
         return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw: Tensor | None = None
     in_place = main_grad is not None and writable(main_grad, policy)
-    if weight is not None and weight_grad:
-        like = weight if main_grad is None else main_grad
-        dw = main_grad if in_place else torch.empty_like(like, memory_format=torch.contiguous_format)
+    dw = main_grad
+    if weight is not None and weight_grad and not in_place:
+        dw = torch.empty_like(weight if main_grad is None else main_grad, memory_format=torch.contiguous_format)
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
     op = RMS_NORM if dsum is None else ADD_RMS_NORM
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
@@ -220,13 +223,13 @@ def backward(
     if launched and quick.is_new(table, known):
         quick.keep(table, known, quick.prepare(key, False, offset))
     if not launched:
-        wide = None if weight is None or main_grad is None else weight.to(main_grad.dtype)
-        dx, dw = backward_by_torch(dy, x, weight if wide is None else wide, eps, offset, casting, weight_grad, dsum)
-    if main_grad is None or dw is None:
+        wide = weight if weight is None or main_grad is None else weight.to(main_grad.dtype)
+        dx, dw = backward_by_torch(dy, x, wide, eps, offset, casting, weight_grad, dsum)
+    if main_grad is None:
         return dx, dw
     if launched and in_place:
         written(main_grad)
-    else:
+    elif dw is not None:
         main_grad.add_(dw)
     return dx, None
 
