@@ -220,11 +220,11 @@ def backward(
     op = RMS_NORM if dsum is None else ADD_RMS_NORM
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
     launched = launch(key, tensors, eps, offset, False, in_place)
-    if launched and quick.is_new(table, known):
-        quick.keep(table, known, quick.prepare(key, False, offset))
     if not launched:
         wide = weight if weight is None or main_grad is None else weight.to(main_grad.dtype)
         dx, dw = backward_by_torch(dy, x, wide, eps, offset, casting, weight_grad, dsum)
+    elif quick.is_new(table, known):
+        quick.keep(table, known, quick.prepare(key, False, offset))
     if main_grad is None:
         return dx, dw
     if launched and in_place:
