@@ -206,16 +206,14 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted and there is no `main_grad` to add it to; with `dsum`, which is added to dx, by the
     kernels of add_rms_norm."""
-    table, known = dispatch.quick, None
-    if main_grad is None:
-        known = quick.key_of_backward(dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
+    table, contract = dispatch.quick, (offset, casting, policy)
+    known = None if main_grad is not None else quick.key_of_backward(dy, x, weight, rstd, contract, weight_grad, dsum)
     if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
         return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     in_place = main_grad is not None and writable(main_grad, policy)
-    dw = main_grad
-    if weight is not None and weight_grad and not in_place:
-        dw = torch.empty_like(weight if main_grad is None else main_grad, memory_format=torch.contiguous_format)
+    like = main_grad if main_grad is not None else weight if weight_grad else None
+    dw = like if in_place or like is None else torch.empty_like(like, memory_format=torch.contiguous_format)
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
     op = RMS_NORM if dsum is None else ADD_RMS_NORM
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
