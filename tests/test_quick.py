@@ -122,6 +122,23 @@ def test_results_are_new_tensors_like_those_of_the_long_way(stand_ins):
         ]
 
 
+@pytest.mark.compiler
+def test_calls_with_main_grad_take_the_long_way_among_others_of_their_kind(stand_ins):
+    """There dw is added, and to what the caller gives; another buffer would share a key."""
+    x, w = draw(ROWS, HIDDEN, dtype=BF16), weight_of(HIDDEN, BF16).requires_grad_()
+    for _ in range(2):
+        rms_norm(x, w).backward(x)
+    assert stand_ins.launches[-1][0] == "bare"
+    w.grad = None
+    stand_ins.launches.clear()
+    for _ in range(2):
+        buffer = torch.zeros(HIDDEN)
+        rms_norm(x, w, main_grad=buffer).backward(x)
+        assert w.grad is None
+        assert buffer.data_ptr() in stand_ins.launches[-1][4]
+    assert {one[0] for one in stand_ins.launches} == {"official"}
+
+
 # What decides is in the key. Each argument of `rms_norm` and of its surroundings, and how it may change what answers.
 
 CHANGES = {
@@ -138,6 +155,7 @@ CHANGES = {
     "casting": ["llama"],
     "policy": ["fastest", "deterministic", "invariant"],
     "out": [],
+    "main_grad": [],  # takes the long way
 }
 CASES = [
     pytest.param({name: value}, id=f"{name}-{n}") for name, values in CHANGES.items() for n, value in enumerate(values)
@@ -150,7 +168,7 @@ def key_of(x, weight, eps=1e-6, offset=0.0, casting="fp32", policy=None):
 
 def test_every_argument_is_thought_of():
     assert set(CHANGES) == set(inspect.signature(rms_norm).parameters), "a new argument: does it change what answers?"
-    assert set(inspect.signature(quick.find).parameters) - {"more"} == set(CHANGES) - {"out"}
+    assert set(inspect.signature(quick.find).parameters) - {"more"} == set(CHANGES) - {"out", "main_grad"}
 
 
 @pytest.mark.parametrize("change", CASES)
