@@ -174,6 +174,20 @@ def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
     return float((1 + (resources.spill_bytes or 0) / 64) * slowest + fills * first)
 
 
+def columns_ns(over: Pass, silicon: Silicon) -> float:
+    """Nanoseconds of the programs that add COLS columns over all rows, DEPTH at a time, beside those of a pass. They
+    wait for each step's data, which the pass brings to the second-level cache, and add their threads' sums at the
+    end."""
+    numbers, problem, warps = over.config.numbers, over.problem, over.config.num_warps
+    columns, depth = numbers["COLS"], numbers["DEPTH"]
+    each = math.ceil(problem.hidden / columns / silicon.sms)
+    loaded = depth * columns * over.reads
+    closing = REDUCTION_WARP * warps * columns / 32
+    serial = L2_LATENCY + loaded / (32 * warps) * THREAD_ELEMENT
+    steps = math.ceil(problem.rows / depth)
+    return max(LATENCY + steps * serial + closing, each * steps * loaded * ISSUE)
+
+
 def estimate_us(
     spec: OpSpec, problem: Problem, config: Config, plan: Plan, resources: Resources | None, silicon: Silicon
 ) -> float:
@@ -190,7 +204,11 @@ def estimate_us(
             moved = spec.bytes_moved(problem) * (1.0 if last else reads / (reads + writes)) + scratch
             tile = tile_of(problem, config, programs)
             over = Pass(problem, config, tile, programs, moved, reads, writes if last else 0)
-            total += kernel_ns(over, resources, silicon)
+            if "DEPTH" in config.numbers:  # dw in programs of its own, at the same time
+                over = over._replace(programs=tile.total)
+                total += math.hypot(kernel_ns(over, resources, silicon), columns_ns(over, silicon))
+            else:
+                total += kernel_ns(over, resources, silicon)
         else:  # a closing kernel, over the workspace
             latency = L2_LATENCY if 2 * scratch < silicon.l2_bytes else BUSY
             total += LATENCY + scratch / programs / CLOSING_BYTES * latency
