@@ -20,13 +20,13 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpus import need_gpus
 from host_calls import MODES, NORMS, Call, Tensors, as_operators, contenders, graph_calls, parts, row_counts, tensors
 from paired import ratio
 from sweeping import record, write
@@ -113,8 +113,7 @@ def main() -> None:
     parser.add_argument("--row-counts", type=int, default=10_000)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("host_time.py times launches on a CUDA GPU, and there is none here.")
+    need_gpus()
     given = tensors(options.rows, options.hidden)
     calls, rivals, absent = contenders(given)
     gc.disable()  # as timeit does: what a collection takes falls on whoever is being timed

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gpus import need_gpus
 from sweeping import MakeWorker, first_gpu, record, write
 
 from tunegen.model import DIRECTIONS, Config, Problem, Resources, Silicon, Trial
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--op", default="rms_norm")
     parser.add_argument("--out", type=Path, help="JSON of all rows")
     options = parser.parse_args()
+    need_gpus()
     rows: list[dict[str, Any]] = []
     for shape in options.shape:
         count, _, hidden = shape.partition("x")

@@ -185,10 +185,9 @@ def _sweep_device(connection: Connection, device: int, order: Order) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         with order.make_worker(device, order.seed) as worker, Store.open(order.db) as store:
-            connection.send(("ready", worker.start().silicon))
             result = sweep_gpu(
                 store,
-                _given(connection),
+                _given(connection, worker),
                 order.budget,
                 order.seed,
                 _Sender(connection),
@@ -204,8 +203,9 @@ def _sweep_device(connection: Connection, device: int, order: Order) -> None:
         os._exit(130)
 
 
-def _given(connection: Connection) -> Iterator[Problem]:
-    """Problems, as long as the parent gives some."""
+def _given(connection: Connection, worker: Worker) -> Iterator[Problem]:
+    """Problems for a GPU whose measuring process has come up, as long as the parent gives some."""
+    connection.send(("ready", worker.start().silicon))
     while True:
         connection.send(("next", None))
         problem = connection.recv()
