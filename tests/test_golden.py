@@ -3,6 +3,7 @@ TUNEGEN_UPDATE_GOLDEN=1 pytest tests/test_golden.py, then read the difference.""
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 
@@ -41,3 +42,29 @@ def test_renders_as_reviewed(op: str, template: str) -> None:
 
 def test_no_rendering_outlives_its_template() -> None:
     assert {(p.parent.name, p.stem) for p in FOLDER.glob("*/*.py")} == set(CASES)
+
+
+def aliases(function: ast.FunctionDef) -> list[str]:
+    """Names that a kernel binds to the tensor of another name, outside of its loops."""
+    found = []
+    for statement in function.body:
+        for node in [] if isinstance(statement, ast.For | ast.While) else ast.walk(statement):
+            if isinstance(node, ast.Assign):
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+                found += [value.id for value in values if isinstance(value, ast.Name)]
+    return found
+
+
+def test_aliases_are_found() -> None:
+    kernel = ast.parse("def f():\n    a = zeros()\n    b, c = a, a\n    for i in r:\n        a, b = b, load()").body[0]
+    assert isinstance(kernel, ast.FunctionDef)
+    assert aliases(kernel) == ["a", "a"]
+
+
+@pytest.mark.parametrize(("op", "template"), CASES)
+def test_no_tensor_has_two_names_before_a_loop(op: str, template: str) -> None:
+    """Triton 3.6 to 3.9 take them for one variable of the loop: what was to be carried from step to step stays zero,
+    and the interpreter does not show it."""
+    for node in ast.walk(ast.parse(default_rendering(op, template))):
+        if isinstance(node, ast.FunctionDef):
+            assert not aliases(node), f"{node.name}: give each its own tensor"

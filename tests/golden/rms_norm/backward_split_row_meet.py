@@ -37,9 +37,11 @@ def backward_split_row_meet(
     col_mask = cols < N
     w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
     dw = tl.zeros([BLOCK_SIZE], tl.float32)
+    # Four tensors: Triton takes two names of one tensor for one variable of the loop.
     x_here = tl.zeros([ROWS, BLOCK_SIZE], x_ptr.dtype.element_ty)
+    x_next = tl.zeros([ROWS, BLOCK_SIZE], x_ptr.dtype.element_ty)
     dy_here = tl.zeros([ROWS, BLOCK_SIZE], dy_ptr.dtype.element_ty)
-    x_next, dy_next = x_here, dy_here
+    dy_next = tl.zeros([ROWS, BLOCK_SIZE], dy_ptr.dtype.element_ty)
     words_ptr = dots_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
     # A tile is loaded two steps, and its dot published one step, before it is finished: the first two steps finish none.
