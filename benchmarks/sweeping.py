@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,15 @@ def winner(finals: Sequence[Trial]) -> Trial:
     return next(trial for trial in finals if trial.config == config)
 
 
+def gpus() -> list[str]:
+    """Name and driver of each GPU here, by nvidia-smi; none without it."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 def record(results: dict[str, Any], **versions: str) -> dict[str, Any]:
     """Results with what they were measured on."""
     return {
@@ -97,6 +107,7 @@ def record(results: dict[str, Any], **versions: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "versions": {**installed_versions(), **versions},
+        "gpus": gpus(),
         **results,
     }
 
