@@ -24,9 +24,9 @@ LARGE = 60e6
 """Bytes a call. Below, much of the data lies in the cache and a call takes a few microseconds."""
 LIMITS_LARGE, LIMITS_SMALL = (0.0065, 0.015), (0.0165, 0.05)
 """The band is no narrower than what the finalists of two sweeps differed by, in other processes and hours on one H200:
-95 % of 127 pairs of LARGE bytes and more by at most .65 %, of 109 smaller ones by 1.65 % (a factor that all finalists
-of a problem share is taken out); of six rounds each, .56 and 1.5 %. Rounds of one process see less, .05 to .3 %. And it is no wider than a fault of the
-measurement that a tie would hide."""
+95 % of 127 pairs of LARGE bytes and more by at most .65 %, of 109 smaller ones by 1.65 % (a factor that all
+finalists of a problem share is taken out); of six rounds each, .56 and 1.5 %. Rounds of one process see less, .05
+to .3 %. And it is no wider than a fault of the measurement that a tie would hide."""
 
 
 def band(rounds: Sequence[Sequence[float]], bytes_moved: int) -> float:
