@@ -121,6 +121,7 @@ class Worker:
             try:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
+                with self.seconds.on("compiling the plain formula"):
                     for _ in spare.owed if spare else ():
                         self._receive(OPEN_SECONDS)
             except (EOFError, OSError, WorkerError) as error:  # TimeoutError is an OSError
