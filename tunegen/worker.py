@@ -117,12 +117,13 @@ class Worker:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
             spare, self._spare, self._opened = self._spare, None, None
-            self._process, self._connection = (spare.process, spare.connection) if spare else self._launch(self.target)
+            child = spare or _Spare(*self._launch(self.target))
+            self._process, self._connection = child.process, child.connection
             try:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
                 with self.seconds.on("compiling the plain formula"):
-                    for _ in spare.owed if spare else ():
+                    for _ in child.owed:
                         self._receive(OPEN_SECONDS)
             except (EOFError, OSError, WorkerError) as error:  # TimeoutError is an OSError
                 self.stop()
@@ -182,7 +183,8 @@ class Worker:
             state, reason = found
             return [replace(trials[0], state=state, reason=reason, measurement=None)]
         # Timed one after the other: they share no rounds, so that nothing can be said of ties.
-        return [_without_rounds(trial) for one in trials for trial in self.finals([one])]
+        found = [trial for one in trials for trial in self.finals([one])]
+        return [replace(t, measurement=t.measurement and replace(t.measurement, rounds=())) for t in found]
 
     def stop(self, patience: float = 0.0) -> None:
         """End the child; with `patience` it may finish by itself in that many seconds, once the connection is
@@ -257,10 +259,6 @@ class Worker:
             self.stop()
             raise answer
         return answer
-
-
-def _without_rounds(trial: Trial) -> Trial:
-    return replace(trial, measurement=trial.measurement and replace(trial.measurement, rounds=()))
 
 
 def _end(process: Any, patience: float) -> None:
