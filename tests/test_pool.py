@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +55,23 @@ def test_candidates_lost_with_the_pool_go_on_side_by_side(gpu):
         list(pool.compile(PROBLEM, TILES))
     assert len(gpu.processes()) <= 12
     assert len(gpu.lines("compile")) <= len(TILES) + 12
+
+
+@pytest.mark.parametrize(
+    ("times", "last"), [(1, GOOD), (99, (TrialState.RUNTIME, "no process to compile in: handle is closed"))]
+)
+def test_pool_that_breaks_while_it_is_asked_is_a_broken_one(gpu, monkeypatch, times, last):
+    """Its pipe is closed before it says so: that ended a sweep. Where no process can be had at all, that is told."""
+    submit, left = ProcessPoolExecutor.submit, [OSError("handle is closed")] * times
+
+    def closed(*arguments):
+        if left:
+            raise left.pop()
+        return submit(*arguments)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", closed)
+    with pool_of(gpu) as pool:
+        assert dict(pool.compile(PROBLEM, TILES[:2])) == dict.fromkeys(TILES[:2], last)
 
 
 def test_compiler_that_hangs_costs_one_candidate(gpu):

@@ -152,9 +152,11 @@ class CompilePool:
         try:
             with deaf_to_interrupts():
                 return self._running().submit(self.compile_one, problem, config, self.silicon)
-        except BrokenProcessPool as error:
+        except (BrokenProcessPool, OSError) as error:  # the latter of a pool that breaks at this moment, too
             broken: Future[Resources] = Future()
-            broken.set_exception(error)
+            lost = BrokenProcessPool(str(error))
+            lost.__cause__ = error
+            broken.set_exception(lost)
             return broken
 
     def _running(self) -> ProcessPoolExecutor:
@@ -181,7 +183,10 @@ class CompilePool:
         if outcome is not None:
             return outcome
         hung = not future.done()
+        cause = None if hung or future.cancelled() else getattr(future.exception(), "__cause__", None)
         self._kill()
+        if isinstance(cause, OSError):
+            return TrialState.RUNTIME, f"no process to compile in: {cause}"
         if hung:
             return TrialState.TIMEOUT, f"did not compile within {self.deadline:g} s"
         return TrialState.CRASHED, "the compiler ended its process"
