@@ -119,7 +119,7 @@ class CompilePool:
         if self.compile_one is not compile_candidate:
             return  # a stand-in needs none of that
         for _ in range(self.workers):
-            with suppress(BrokenProcessPool), deaf_to_interrupts():
+            with suppress(BrokenProcessPool, OSError), deaf_to_interrupts():
                 self._running().submit(import_compiler)
 
     def begin(self, problem: Problem, configs: Sequence[Config]) -> None:
