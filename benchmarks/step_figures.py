@@ -14,7 +14,12 @@ from tunegen.bench import FINAL_BLOCKS, FINAL_ROUNDS, Bench
 from tunegen.ops import op_spec
 from tunegen.recorded import Recording
 
-RIVALS = (("eager", "ours"), ("Liger's norm alone", "ours"), ("all of Liger", "all of Liger, our norms"))
+RIVALS = (
+    ("eager", "ours"),
+    ("ours", "ours, residual add fused"),
+    ("Liger's norm alone", "ours"),
+    ("all of Liger", "all of Liger, our norms"),
+)
 """Pairs that are compared directly; the second is to be the faster one."""
 
 

@@ -56,6 +56,7 @@ VARIANTS: dict[str, Callable[[nn.Module], object]] = {
     "eager again": lambda model: None,
     "ours, forward only": lambda model: tunegen.patch(model, backward="eager"),
     "ours": tunegen.patch,
+    "ours, residual add fused": lambda model: tunegen.patch(model, fuse_residual=True),
     "Liger's norm alone": liger_norm,
     "all of Liger": liger,
     "all of Liger, our norms": liger_and_ours,
