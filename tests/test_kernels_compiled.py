@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import TEMPLATES, family_of, moderate, nests, problems
+from kernel_cases import OTHER_TRITONS, TEMPLATES, family_of, moderate, nests, problems
 
 from tunegen.compile import (
     compile_candidate,
@@ -32,7 +32,6 @@ from tunegen.space import load_space
 pytestmark = pytest.mark.compiler
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-OTHER_TRITONS = [folder for folder in os.environ.get("TUNEGEN_TEST_TRITONS", "").split(":") if folder]
 
 SHAPES = ((16384, 4096), (64, 16384), (4096, 16384))
 """The first one that the family is meant for."""

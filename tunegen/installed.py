@@ -28,8 +28,9 @@ def triton_version() -> int:
     return int(major) * 100 + int(minor)
 
 
+@functools.lru_cache(maxsize=1)
 def releases() -> tuple[str, ...]:
-    """Of Python and of RELEASES, "" for what is not there."""
+    """Of Python and of RELEASES, "" for what is not there; those that this process began with."""
     return (sys.version, *map(_release, RELEASES))
 
 

@@ -102,7 +102,8 @@ def write_whole(path: Path, text: bytes, mode: int = 0o600) -> None:
 def is_private(folder: Path) -> bool:
     """Whether it is a folder that is ours, and nobody else may write to it."""
     try:
-        return stat.S_ISDIR(os.stat(folder).st_mode) and _ours(os.stat(folder))
+        status = os.stat(folder)
+        return stat.S_ISDIR(status.st_mode) and _ours(status)
     except OSError:
         return False
 
