@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tunegen import entries, paths
 from tunegen import space as space_module
 from tunegen.errors import SearchSpaceError, TunegenError
 from tunegen.installed import triton_version
@@ -376,6 +378,21 @@ def test_triton_version(monkeypatch: pytest.MonkeyPatch, installed: str | None, 
         assert triton_version() == number
     finally:
         triton_version.cache_clear()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_loader_in_c_finds_the_tree_and_lines_of_the_other(op: str) -> None:
+    text = (paths.resource("search_spaces") / f"{op}.yaml").read_text()
+
+    def told(node: yaml.Node) -> object:
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [(told(key), told(value)) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = [told(item) for item in node.value]
+        return node.tag, node.start_mark.line, parts
+
+    assert told(yaml.compose(text, Loader=entries.IN_C)) == told(yaml.compose(text, Loader=yaml.SafeLoader))
 
 
 # The shipped space.

@@ -26,7 +26,7 @@ LAUNCH_OPTIONS = {
 }
 
 IN_C: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Where PyYAML was built with it; it takes a ninth of the time, for the same tree and the same lines of it."""
+"""Where PyYAML was built with it: much faster, with the same tree and the same lines in it."""
 
 
 def read(path: Path) -> Entry:

@@ -1,5 +1,5 @@
-"""Triton's digest of itself, remembered between processes: for one it reads all its files, .4 s before the first kernel
-of a process (host of an H200, Triton 3.6), although they are the same as ever."""
+"""Triton's digest of itself, remembered between processes: for one it reads all its files, which takes about half of a
+first call whose kernel is compiled already, although they are the same as ever."""
 
 from __future__ import annotations
 
