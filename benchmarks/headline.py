@@ -149,7 +149,7 @@ print(json.dumps({b[0]: round(b[1] - a[1], 4) for a, b in zip(marks, marks[1:])}
 
 
 def first_call(rows: int, hidden: int) -> dict[str, float]:
-    """Seconds of each part of a first call in a new process, compile cache and index warm (this process called already)."""
+    """Seconds of each part of a first call in a new process, compile cache and index warm from calls of this one."""
     command = [sys.executable, "-c", FIRST_CALL, str(rows), str(hidden)]
     runs = [
         json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout)

@@ -18,6 +18,7 @@ from stored import keep
 
 from tunegen import dispatch, index, installed, lookup, paths, render
 from tunegen.errors import CompileError, RenderError
+from tunegen.explanation import explain_problem
 from tunegen.key import Key
 from tunegen.model import Config, Measurement, Trial, TrialState
 from tunegen.ops import op_spec
@@ -43,7 +44,7 @@ class Place:
 
     def __init__(self, folder, monkeypatch):
         self.db, self.build, self.climbed = folder / "tune.db", folder / "build", 0
-        self.silicon, self.on_the_way = H200, lambda: None
+        self.silicon, self.before, self.on_the_way = H200, lambda: None, lambda: None
         monkeypatch.setenv("TUNEGEN_DB", str(self.db))
         monkeypatch.setenv("TUNEGEN_BUILD", str(self.build))
         monkeypatch.setattr(dispatch, "silicon_of", lambda device: self.silicon)
@@ -51,6 +52,7 @@ class Place:
 
         def counted(*arguments):
             self.climbed += 1
+            self.before()
             for rung in rungs(*arguments):
                 self.on_the_way()
                 yield rung
@@ -111,6 +113,17 @@ def test_each_call_has_its_own_entry(place):
         found.append(all_of(choice))
     assert [all_of(place.ask(key)[0]) for key in keys] == found
     assert all(place.knows(key) for key in keys)
+
+
+def test_explain_says_the_same_of_either(place):
+    keep(place.db, timed(FIRST, 4.0), timed(SECOND, 9.0))
+    told = []
+    for known in (False, True):
+        assert place.knows() is known
+        told.append(explain_problem(place.db, PROBLEM, H200, KEY))
+    assert told[0] == told[1]
+    keep(place.db, timed(SECOND, 1.0))
+    assert "as it was when this process first asked" in explain_problem(place.db, PROBLEM, H200, KEY).why
 
 
 # What an answer comes from, one thing at a time.
@@ -185,7 +198,15 @@ def counted_up(place):
     os.utime(place.db, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.mark.parametrize("event", [sweep, vanish, replaced, counted_up])
+def copied_over(place):
+    """Another file's contents in the same file, whose counter happens to be the same."""
+    other, old = place.db.with_suffix(".new"), place.db.read_bytes()
+    keep(other, timed(SECOND, 8.0))
+    new = other.read_bytes()
+    place.db.write_bytes(new[:24] + old[24:28] + new[28:])
+
+
+@pytest.mark.parametrize("event", [sweep, vanish, replaced, counted_up, copied_over])
 def test_not_once_the_database_has_changed(place, event):
     keep(place.db, timed(SECOND, 9.0))
     assert [place.knows(), place.knows()] == [False, True]
@@ -255,6 +276,16 @@ def test_nothing_is_kept_that_changed_while_it_was_found(place):
     place.on_the_way = lambda: None
     choice, known = place.ask()
     assert (choice.config, known) == (FIRST, False)
+
+
+def test_nothing_is_kept_of_a_database_that_was_not_there_before(place):
+    """Once it is gone again all is as it was, but for the answer."""
+    place.before = lambda: keep(place.db, timed(FIRST, 4.0))
+    assert place.ask()[0].config == FIRST
+    place.before = lambda: None
+    place.db.unlink()
+    choice, known = place.ask()
+    assert (choice.stored, known) == (None, False)
 
 
 # What holds for one process, or is to be told to each.

@@ -185,7 +185,7 @@ def answers() -> dict[str, str]:
 
 
 def forget() -> None:
-    """Drop every remembered choice, as after a sweep in the same process; the next call reads the database again."""
+    """Drop every remembered choice, as after a sweep in the same process; the next call asks anew."""
     _choices.clear()
     _passing.values.clear()
     _demoted.clear()
