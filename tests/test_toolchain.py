@@ -117,6 +117,15 @@ def test_a_file_that_others_may_write_is_not_read(place):
     assert place.asked.times > 0
 
 
+def test_nothing_is_remembered_that_changed_meanwhile(place):
+    toolchain._original.cache_clear()
+    place.cache.triton_key = Asked()
+    with toolchain.known_key():
+        place.cache.triton_key()
+        (place.root / "_C" / "code.py").write_text("newer")
+    assert not place.build.exists()
+
+
 def test_triton_gets_its_function_back_whatever_happens(place):
     place.ask()
     toolchain._original.cache_clear()
