@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ from tunegen.space import Family, SearchSpace, load_space, names_of
 from tunegen.verify import Gate, Runner, Verdict, variant_runner
 
 TEMPLATES = [f"{op}/{name}" for op in OPS for name in templates(op)]
-OTHER_TRITONS = [folder for folder in os.environ.get("TUNEGEN_TEST_TRITONS", "").split(":") if folder]
 
 
 def op_of(template: str) -> str:

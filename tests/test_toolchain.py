@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from kernel_cases import OTHER_TRITONS
 
 from tunegen import installed, toolchain
 
@@ -169,43 +164,3 @@ def test_the_state_of_files_is_told_without_reading_them(tmp_path, monkeypatch):
     assert len(before) == 64
     assert installed.state_of(tmp_path) != before, "the time of change"
     assert installed.state_of(tmp_path) == installed.state_of(tmp_path)
-
-
-FRESH = """
-import json, os
-from tunegen.compile import compile_launch, expected_classes, load, make_plan
-from tunegen.ops import op_spec
-from tunegen.model import Config, Problem
-from tunegen.render import renderings
-from tunegen.silicon import of_arch
-from tunegen.space import load_space
-from triton.backends.compiler import GPUTarget
-from triton.runtime import cache
-problem, silicon, spec = Problem("rms_norm", "forward", 256, 64), of_arch("sm_90"), op_spec("rms_norm")
-config = load_space("rms_norm").default(problem, silicon)
-plan = make_plan(load(renderings(problem, config, spec)[0]), config, 256, 64, silicon.sms)
-(launch,) = plan.launches
-classes = expected_classes(spec, problem, config, plan, launch)
-compiled = compile_launch(launch, config, classes, GPUTarget("cuda", 90, 32))
-asked = cache.triton_key.cache_info().currsize
-print(json.dumps([compiled.hash, asked, cache.triton_key()]))
-"""
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize("folder", ["", *OTHER_TRITONS])
-def test_the_key_of_a_compiled_kernel_is_tritons_own(tmp_path, folder):
-    """A second process asks nothing, and finds what the first has compiled; so does one that knows nothing."""
-    places = {"TUNEGEN_BUILD": str(tmp_path / "build"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    found_first = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
-
-    def fresh(**changed):
-        environment = {**os.environ, "PYTHONPATH": found_first, **places, **changed}
-        done = subprocess.run([sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    first, again, other = fresh(), fresh(), fresh(TUNEGEN_BUILD=str(tmp_path / "other"))
-    assert (first[0], first[2]) == (again[0], again[2]) == (other[0], other[2])
-    assert (first[1], again[1], other[1]) == (1, 0, 1)
-    assert len(list(Path(tmp_path, "cache").glob("*/forward_*.json"))) == 1

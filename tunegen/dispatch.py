@@ -141,7 +141,7 @@ def _answer(key: Key, problem: Problem) -> tuple[Rung, bool]:
     found = next(standing(key, rungs(path, problem, silicon)))
     unread = failed_reads() != failed
     # What holds for this process alone is not remembered, nor what the next one is to be told of, too.
-    if not (unread or complained(path) or _unrendered or any(key == other for other, _ in _demoted)):
+    if not (unread or complained(path) or _unrendered or any(key == other for other, _ in [*_demoted])):
         index.keep_answer(began, problem, silicon, found)
     return found, unread
 
