@@ -1,15 +1,18 @@
-"""The first call in a new process with a cold compile cache, beside an article's kernel under `triton.autotune`.
+"""The first call in a new process, with a cold and a warm compile cache, beside an article's kernel under
+`triton.autotune`.
 
     python benchmarks/first_call.py --rows 16384 --hidden 4096 --db tune.db --out first_call.json
 
 Each run is a new process with Triton's cache folder of its own, new and empty, and counts seconds from when torch has
-started CUDA until the result of the first call is there; imports of tunegen and triton count. Four kinds:
+started CUDA until the result of the first call is there; imports of tunegen and triton count. Six kinds:
 
 - tunegen: the choice of the database; renders, compiles one kernel, launches it; build folder new, too;
 - autotune: 24 configs (num_warps 1 to 32 x num_stages 1 to 4, `article_norm.py`), compiled and timed in the call;
 - autotune, stored: the same with `cache_results=True`, whose stored timings a run before has left; its compiled kernels
   were removed again, so that one is compiled, as after an upgrade or on a new machine that got the file;
-- tunegen, again: another process with the cache that the first has left.
+- tunegen, from its index: another process with all that the first has left;
+- tunegen, again: the same without what tunegen remembers (its index, and Triton's digest of itself);
+- tunegen, compiles: with that, but Triton's cache removed: as "autotune, stored", one kernel is compiled.
 """
 
 from __future__ import annotations
@@ -95,13 +98,26 @@ def forget_kernels(cache: Path) -> int:
     return kept
 
 
+def forget_remembered(build: Path) -> int:
+    """Leave only rendered kernels in a build folder; how many files of the other kind there were."""
+    found = [path for path in build.iterdir() if path.suffix in (".json", ".txt")]
+    for path in found:
+        path.unlink()
+    return len(found)
+
+
 def kinds(rows: int, hidden: int, db: Path | None) -> list[tuple[str, dict[str, Any]]]:
     """One turn: each kind once."""
     found = []
     with tempfile.TemporaryDirectory() as place:
         own, article, stored = (Path(place, name) for name in ("own", "article", "stored"))
         found.append(("tunegen", run("tunegen", rows, hidden, own, db)))
+        found.append(("tunegen, from its index", run("tunegen, from its index", rows, hidden, own, db)))
+        if forget_remembered(own / "build") < 2:
+            raise SystemExit("tunegen has remembered nothing in its build folder")
         found.append(("tunegen, again", run("tunegen, again", rows, hidden, own, db)))
+        shutil.rmtree(own / "triton")
+        found.append(("tunegen, compiles", run("tunegen, compiles", rows, hidden, own, db)))
         found.append(("autotune", run("autotune", rows, hidden, article, db)))
         if run("autotune, stored", rows, hidden, stored, db)["seconds"] is not None:
             if not forget_kernels(stored / "triton"):
@@ -138,7 +154,7 @@ def main() -> None:
     versions = {name: first[name] for name in ("torch", "triton", "gpu")}
     write(options.out, record({"rows": options.rows, "hidden": options.hidden, "first_call": found}, **versions))
     for kind, one in found.items():
-        print(f"{kind:18} {one['median']:8.3f} s  {one['answer']}")
+        print(f"{kind:24} {one['median']:8.3f} s  {one['answer']}")
 
 
 if __name__ == "__main__":

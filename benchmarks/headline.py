@@ -129,17 +129,15 @@ import tunegen
 mark("import tunegen")
 import triton
 mark("import triton")
-import jinja2, yaml
-mark("import jinja2, yaml")
 from tunegen import dispatch
 from tunegen.key import Key
 from tunegen.model import rows_bucket
 bucket = rows_bucket(rows)
 choice = dispatch.choose(Key("rms_norm", "forward", hidden, bucket, x.dtype, w.dtype, "fp32", False, False, 0))
-mark("database, search space")
+mark("choice")
 if choice.config is not None:
     choice.variant(False, 0.0)
-mark("render, import the kernel")
+mark("text of the kernel, import it")
 tunegen.rms_norm(x, w)
 torch.cuda.synchronize()
 mark("load the kernel from Triton's cache, launch")
@@ -151,7 +149,7 @@ print(json.dumps({b[0]: round(b[1] - a[1], 4) for a, b in zip(marks, marks[1:])}
 
 
 def first_call(rows: int, hidden: int) -> dict[str, float]:
-    """Seconds of each part of a first call in a new process, the compile cache warm (this process compiled already)."""
+    """Seconds of each part of a first call in a new process, compile cache and index warm from calls of this one."""
     command = [sys.executable, "-c", FIRST_CALL, str(rows), str(hidden)]
     runs = [
         json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ).stdout)

@@ -37,6 +37,13 @@ def _no_short_way() -> None:
         dispatch.quick = {}
 
 
+@pytest.fixture(autouse=True)
+def _no_index() -> None:
+    """Nor does it find what an earlier test has put there, in a file."""
+    for path in paths.build_folder().glob("index_*.json"):
+        path.unlink(missing_ok=True)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[FOLDERS], ignore_errors=True)
 

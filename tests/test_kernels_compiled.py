@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -227,6 +228,45 @@ def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert len(first.binary) == 64
     assert first.binary != second.binary
     assert compile_candidate(op_spec(problem.op), problem, family[0], silicon) == first
+
+
+FRESH = """
+import json, os
+from tunegen.compile import compile_launch, expected_classes, load, make_plan
+from tunegen.ops import op_spec
+from tunegen.model import Config, Problem
+from tunegen.render import renderings
+from tunegen.silicon import of_arch
+from tunegen.space import load_space
+from triton.backends.compiler import GPUTarget
+from triton.runtime import cache
+problem, silicon, spec = Problem("rms_norm", "forward", 256, 64), of_arch("sm_90"), op_spec("rms_norm")
+config = load_space("rms_norm").default(problem, silicon)
+plan = make_plan(load(renderings(problem, config, spec)[0]), config, 256, 64, silicon.sms)
+(launch,) = plan.launches
+classes = expected_classes(spec, problem, config, plan, launch)
+compiled = compile_launch(launch, config, classes, GPUTarget("cuda", 90, 32))
+asked = cache.triton_key.cache_info().currsize
+print(json.dumps([compiled.hash, asked, cache.triton_key()]))
+"""
+
+
+def test_the_key_of_a_compiled_kernel_is_tritons_own(tmp_path: Path) -> None:
+    """A second process asks Triton for no digest of itself, and finds what the first has compiled; so does one that
+    has remembered none."""
+    places = {"TUNEGEN_BUILD": str(tmp_path / "build"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+
+    def fresh(**changed: str) -> list[object]:
+        environment = {**os.environ, **places, **changed}
+        done = subprocess.run([sys.executable, "-c", FRESH], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found: list[object] = json.loads(done.stdout)
+        return found
+
+    first, again, other = fresh(), fresh(), fresh(TUNEGEN_BUILD=str(tmp_path / "other"))
+    assert first[::2] == again[::2] == other[::2]
+    assert (first[1], again[1], other[1]) == (1, 0, 1)
+    assert len(list((tmp_path / "cache").glob("*/forward_*.json"))) == 1
 
 
 @pytest.mark.timeout(900)

@@ -14,15 +14,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors once paths spending policies model spec",
+    "records": "errors once paths installed spending policies model spec",
     "inputs": (
         "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
-    "making": "render migrations records liveness store exporting exported importing defaults sampler",
+    "making": "render index migrations records liveness store exporting exported importing defaults sampler",
     "running": (
-        "compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.main_grad ops.by_torch "
-        "ops.notes ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm ops.rms_norm_module "
-        "explanation warming"
+        "toolchain compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.main_grad "
+        "ops.by_torch ops.notes ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm "
+        "ops.rms_norm_module explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
     "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target needs attempt",
@@ -56,7 +56,7 @@ TORCH = (
 HEAVY = {
     "torch": TORCH,
     "yaml": "entries",
-    "jinja2": "render",
+    "jinja2": "",
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
     "sqlite3": "lookup records liveness store importing",

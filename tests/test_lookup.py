@@ -16,8 +16,8 @@ from dataclasses import fields, replace
 import pytest
 
 from tunegen import lookup
-from tunegen.lookup import StoredChoice, database_exists, find_rejected, find_winners
-from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
+from tunegen.lookup import database_exists, find_rejected, find_winners
+from tunegen.model import Config, Measurement, Problem, Resources, Silicon, StoredChoice, Trial, TrialState
 from tunegen.silicon import of_arch
 from tunegen.store import Store
 

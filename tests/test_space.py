@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import itertools
 import os
 import random
@@ -10,12 +11,15 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tunegen import entries, paths
 from tunegen import space as space_module
 from tunegen.errors import SearchSpaceError, TunegenError
+from tunegen.installed import triton_version
 from tunegen.model import Config, Problem, Silicon
 from tunegen.ops import OPS
-from tunegen.space import SearchSpace, load_space, triton_version
+from tunegen.space import SearchSpace, load_space
 
 H200 = Silicon("NVIDIA H200", 90, 132, 62914560, 3201000, 6144, 232448)
 A100 = Silicon("NVIDIA A100", 80, 108, 41943040, 1215000, 5120, 166912)
@@ -365,15 +369,30 @@ def test_triton_version(monkeypatch: pytest.MonkeyPatch, installed: str | None, 
     def version(name: str) -> str:
         assert name == "triton"
         if installed is None:
-            raise space_module.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(space_module.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     triton_version.cache_clear()
     try:
         assert triton_version() == number
     finally:
         triton_version.cache_clear()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_loader_in_c_finds_the_tree_and_lines_of_the_other(op: str) -> None:
+    text = (paths.resource("search_spaces") / f"{op}.yaml").read_text()
+
+    def told(node: yaml.Node) -> object:
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [(told(key), told(value)) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = [told(item) for item in node.value]
+        return node.tag, node.start_mark.line, parts
+
+    assert told(yaml.compose(text, Loader=entries.IN_C)) == told(yaml.compose(text, Loader=yaml.SafeLoader))
 
 
 # The shipped space.

@@ -167,17 +167,35 @@ def test_each_kind_is_called_in_turn_and_stored_timings_are_asked_for_twice(monk
     calls = []
 
     def run(kind, rows, hidden, folder, db):
-        calls.append((kind, folder.name))
-        (folder / "triton" / "x").mkdir(parents=True, exist_ok=True)
+        build, triton = folder / "build", folder / "triton" / "x"
+        calls.append((kind, folder.name, (build / "index_0.json").exists(), triton.exists()))
+        for path in (build, triton):
+            path.mkdir(parents=True, exist_ok=True)
+        for name in ("index_0.json", "triton_0.txt", "kernel_0.py"):
+            (build / name).write_text("")
         (folder / "triton" / "x" / "k.autotune.json").write_text("")
         return {"seconds": float(len(calls)), "answer": kind}
 
     monkeypatch.setattr(first_call, "run", run)
     found = first_call.summary([first_call.kinds(4, 8, None) for _ in range(2)])
-    assert [kind for kind, _ in calls[:5]] == ["tunegen", "tunegen, again", "autotune", *["autotune, stored"] * 2]
-    assert calls[0][1] == calls[1][1] != calls[2][1] != calls[3][1] == calls[4][1]
-    assert found["autotune, stored"]["seconds"] == [5.0, 10.0]  # the first of two leaves the timings
-    assert found["tunegen"]["median"] == 3.5
+    assert calls[:7] == [
+        ("tunegen", "own", False, False),
+        ("tunegen, from its index", "own", True, True),
+        ("tunegen, again", "own", False, True),
+        ("tunegen, compiles", "own", True, False),
+        ("autotune", "article", False, False),
+        ("autotune, stored", "stored", False, False),
+        ("autotune, stored", "stored", True, True),
+    ]
+    assert found["autotune, stored"]["seconds"] == [7.0, 14.0]  # the first of two leaves the timings
+    assert found["tunegen"]["median"] == 4.5
+
+
+def test_what_tunegen_remembers_is_removed_and_rendered_kernels_stay(tmp_path):
+    for name in ("index_0.json", "triton_0.txt", "kernel_0.py"):
+        (tmp_path / name).touch()
+    assert first_call.forget_remembered(tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel_0.py"]
 
 
 @pytest.mark.interpreter

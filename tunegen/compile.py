@@ -19,6 +19,7 @@ from .errors import BuildError, CapturedError, CompileError
 from .layouts import like_heads
 from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
 from .spec import OpSpec
+from .toolchain import known_key
 
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
@@ -129,7 +130,8 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if classes[name].divisible}
     options = launch_options(launch, config)
     try:
-        return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
+        with known_key():
+            return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
     except OSError as error:
         cache = triton.knobs.cache.dir  # a disk that is full has no file name in its error
         raise BuildError(

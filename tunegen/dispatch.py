@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import paths
+from . import index, paths
 from .errors import RenderError
+from .installed import triton_version
 from .key import Key
 from .key import policy_of as policy_of
 from .launch import Variant
-from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon
+from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon, StoredChoice
 from .once import first
 from .passing import Passing
 from .policies import FASTEST, INVARIANT
-
-if TYPE_CHECKING:
-    from .lookup import StoredChoice
 
 LOG = logging.getLogger("tunegen")
 
@@ -85,13 +83,10 @@ class Choice:
 
     def _bind(self, save_rstd: bool, offset: float, nested: tuple[str, ...], accumulate_dw: bool) -> Variant:
         from .ops import op_spec
-        from .render import rendering
 
         assert self.config is not None
-        spec = op_spec(self.problem.op)
-        how = {"save_rstd": save_rstd, "accumulate_dw": accumulate_dw}
-        source = rendering(self.problem, self.config, spec, **how, nested=nested)
-        constants = spec.constants(self.problem, offset)
+        source = index.rendering(self.problem, self.config, index.How(save_rstd, nested, accumulate_dw))
+        constants = op_spec(self.problem.op).constants(self.problem, offset)
         sms = silicon_of(self.device.index).sms
         return Variant(source, self.config, constants, self.problem.accumulate, self.device, sms)
 
@@ -101,6 +96,8 @@ _passing: Passing[Key, Choice] = Passing()
 """Choices made while the database could not be read: apart from the others, whose look-up then asks for no time."""
 _demoted: set[tuple[Key, Config]] = set()
 _copying: set[Choice] = set()
+_unrendered: set[str] = set()
+"""Configs whose template could not be rendered, for whatever reason, the want of open files say."""
 
 quick: dict[tuple[Any, ...], Any] = {}
 """What `ops.quick` knows of calls. Where choices change a new one takes its place, so that who has begun a call before
@@ -117,12 +114,8 @@ def choose(key: Key) -> Choice:
 
 def _found(key: Key) -> Choice:
     """A choice for `key` by going down the ladder, remembered; several threads may do so, and all use one choice."""
-    from .lookup import failed_reads
-
-    failed = failed_reads()
     problem = key.problem()
-    config, why, stored = next(standing(key, rungs(paths.database(), problem, silicon_of(key.device))))
-    unread = failed_reads() != failed
+    (config, why, stored), unread = _answer(key, problem)
     why += "; the database could not be read" * unread
     made = Choice(problem, config, why, torch.device("cuda", key.device), stored)
     before = _passing.values.pop(key, None)
@@ -133,6 +126,24 @@ def _found(key: Key) -> Choice:
     if choice is made:
         LOG.info("%s: %s, %s", problem.label(), config.label() if config else "torch", choice.rung)
     return choice
+
+
+def _answer(key: Key, problem: Problem) -> tuple[Rung, bool]:
+    """The first rung for `key` that has not failed, from the index where it knows that one; and whether the database
+    could not be read."""
+    silicon = silicon_of(key.device)
+    known = index.answer(problem, silicon)
+    if known is not None and (key, known[0]) not in _demoted:
+        return Rung(*known), False
+    from .lookup import complained, failed_reads
+
+    path, failed, began = paths.database(), failed_reads(), index.stamp()
+    found = next(standing(key, rungs(path, problem, silicon)))
+    unread = failed_reads() != failed
+    # What holds for this process alone is not remembered, nor what the next one is to be told of, too.
+    if not (unread or complained(path) or _unrendered or any(key == other for other, _ in [*_demoted])):
+        index.keep_answer(began, problem, silicon, found)
+    return found, unread
 
 
 def standing(key: Key, ladder: Iterable[Rung]) -> Iterator[Rung]:
@@ -174,11 +185,12 @@ def answers() -> dict[str, str]:
 
 
 def forget() -> None:
-    """Drop every remembered choice, as after a sweep in the same process; the next call reads the database again."""
+    """Drop every remembered choice, as after a sweep in the same process; the next call asks anew."""
     _choices.clear()
     _passing.values.clear()
     _demoted.clear()
     _copying.clear()
+    _unrendered.clear()
     _forget_quick()
 
 
@@ -197,8 +209,6 @@ def silicon_of(device: int) -> Silicon:
 
 def triton_minor() -> str:
     """Such as "3.6", without importing triton."""
-    from .space import triton_version
-
     return "{}.{}".format(*divmod(triton_version(), 100))
 
 
@@ -280,5 +290,6 @@ def digest_today(problem: Problem, config: Config) -> str:
     try:
         return combined_digest(problem, config, op_spec(problem.op))
     except RenderError as error:
+        _unrendered.add(config.label())
         LOG.info("%s: %s", config.label(), error)
         return ""

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .model import Problem, Silicon, Value
+from .model import Problem, Silicon, StoredChoice
 from .once import first
 from .silicon import FACTS
 
@@ -45,19 +45,9 @@ def failed_reads() -> int:
     return _failed_reads
 
 
-class StoredChoice(NamedTuple):
-    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished, `final`
-    that it was timed in the finals, which verify it for nested rows too."""
-
-    family: str
-    parameters: dict[str, Value]
-    digest: str
-    rows: int
-    us: float
-    silicon_name: str
-    trial_id: int
-    half: bool
-    final: bool
+def complained(path: Path) -> bool:
+    """Whether this process has said that the database at `path` is damaged or of an older schema."""
+    return str(path) in _warned
 
 
 def database_exists(path: Path) -> bool:

@@ -142,6 +142,21 @@ class Config:
         return " ".join([self.family, *(f"{k}={v}" for k, v in self.parameters)])
 
 
+class StoredChoice(NamedTuple):
+    """A measured trial for `rows` rows on the GPU `silicon_name`; `half` says that its sweep has not finished, `final`
+    that it was timed in the finals, which verify it for nested rows too."""
+
+    family: str
+    parameters: dict[str, Value]
+    digest: str
+    rows: int
+    us: float
+    silicon_name: str
+    trial_id: int
+    half: bool
+    final: bool
+
+
 class Scratch(NamedTuple):
     """Workspace of a plan: allocated before its launches, filled with zeros where `zero` says so."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,3 +97,37 @@ def write_whole(path: Path, text: bytes, mode: int = 0o600) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder that is ours, and nobody else may write to it."""
+    try:
+        status = os.stat(folder)
+        return stat.S_ISDIR(status.st_mode) and _ours(status)
+    except OSError:
+        return False
+
+
+def read_private(path: Path) -> bytes | None:
+    """What a file holds that nobody else can have written; None where there is none."""
+    if not is_private(path.parent):
+        return None
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            return file.read() if stat.S_ISREG(status.st_mode) and _ours(status) else None
+    except OSError:
+        return None
+
+
+def write_private(path: Path, text: bytes) -> None:
+    """Keep what `read_private` finds, whole or not at all; nothing where the folder is not private or not writable."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if is_private(path.parent):
+            write_whole(path, text)
+
+
+def _ours(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022

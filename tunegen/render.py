@@ -1,4 +1,4 @@
-"""Template -> text of a kernel file. The only module that knows Jinja."""
+"""Template -> text of a kernel file. The only module that knows Jinja, which it imports where it renders."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from . import paths
 from .errors import BuildError, RenderError
@@ -48,6 +46,8 @@ def render(op: str, template: str, flags: Mapping[str, Any]) -> KernelSource:
 
 @lru_cache(maxsize=4096)
 def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: str) -> KernelSource:
+    import jinja2
+
     name = f"{op}/{template}{SUFFIX}"
     folders: tuple[str, ...] = (folder,)
     if template.endswith(SUFFIX):  # a file of its own, which may include the parts of the others
@@ -64,7 +64,9 @@ def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: 
 
 
 @lru_cache(maxsize=8)
-def _environment(folders: tuple[str, ...]) -> jinja2.Environment:
+def _environment(folders: tuple[str, ...]) -> Any:
+    import jinja2
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,

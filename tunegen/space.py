@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,9 @@ from . import paths
 from .entries import CTAS, PARAMETER, WARPS, WORD, Entry, read
 from .errors import SearchSpaceError
 from .expressions import Domain, Expression, Rule, arranged, combinations, listed, show
+from .installed import triton_version as triton_version
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
 from .policies import FASTEST
-
-
-@functools.lru_cache(maxsize=1)
-def triton_version() -> int:
-    """The installed Triton as a number, 306 for 3.6; 0 where there is none."""
-    try:
-        major, minor = importlib.metadata.version("triton").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return 0
-    return int(major) * 100 + int(minor)
 
 
 def names_of(problem: Problem, silicon: Silicon) -> dict[str, Value]:
