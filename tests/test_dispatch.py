@@ -192,7 +192,7 @@ def test_nested_rows_are_read_in_place_only_by_what_was_verified_so(launches, st
     """Only finals verify a trial for nested rows; a built-in default was verified when tunegen was tested."""
     launched = []
 
-    def variant(choice, save_rstd, offset, nested):
+    def variant(choice, save_rstd, offset, nested, accumulate_dw):
         launched.append((choice.config, nested))
         return lambda rows, arguments: None
 
