@@ -81,7 +81,7 @@ def stand_ins(monkeypatch, tmp_path):
     """CPU tensors are answered by `StandIn`s of a GPU that is not there; all that were made."""
     made, key_of = [], OP_MODULE.key_of
 
-    def bind(choice, save_rstd, offset, nested):
+    def bind(choice, save_rstd, offset, nested, accumulate_dw):
         time.sleep(0.01)
         made.append(StandIn(choice.problem, offset))
         return made[-1]
@@ -152,11 +152,11 @@ def test_what_does_not_run_is_told_once(stand_ins, monkeypatch, caplog):
 def test_copies_of_nested_rows_are_told_once(stand_ins, monkeypatch, caplog):
     bind = dispatch.Choice._bind
 
-    def fail(choice, save_rstd, offset, nested):
+    def fail(choice, save_rstd, offset, nested, accumulate_dw):
         if nested:
             time.sleep(0.01)
             raise CompileError("no such rendering")
-        return bind(choice, save_rstd, offset, nested)
+        return bind(choice, save_rstd, offset, nested, accumulate_dw)
 
     monkeypatch.setattr(dispatch.Choice, "_bind", fail)
     monkeypatch.setattr(dispatch, "_copying", Slow())
