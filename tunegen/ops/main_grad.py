@@ -16,8 +16,10 @@ def check_main_grad(main_grad: Tensor, x: Tensor, weight: Tensor | None, residua
     """Raise what `rms_norm` documents of a `main_grad` that cannot take dw (N)."""
     if weight is None:
         raise ValueError("main_grad takes the gradient of a weight, and there is none; leave it out")
-    if is_distributed(x, weight):
-        raise TypeError("main_grad takes no gradient of a distributed tensor; pass what lies here, x.to_local()")
+    if is_distributed(x, weight, main_grad):
+        raise TypeError(
+            "main_grad takes no gradient of a distributed tensor, nor is it one; pass what lies here, as x.to_local()"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError("main_grad is written to, which transforms of torch.func cannot follow; leave it out there")
     dtype = accumulate_dtype(x)
