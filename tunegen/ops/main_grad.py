@@ -60,6 +60,17 @@ def not_differentiated(main_grad: Tensor | None) -> None:
         )
 
 
+def asked_for(main_grad: Tensor | None, node: Any, place: int) -> Tensor | None:
+    """`main_grad` in a backward that computes the gradient of the weight, which is tensor argument `place` of `node`;
+    None in one that computes others alone, as `torch.autograd.grad(y, x)` does and schedules of pipelines do."""
+    if main_grad is None:
+        return None
+    try:
+        return main_grad if torch._C._will_engine_execute_node(node.next_functions[place][0]) else None
+    except RuntimeError:  # what torch says of a leaf that is asked for by torch.autograd.grad
+        return main_grad
+
+
 def adding_to(weight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
     """The weight for torch operators; with a `main_grad` in its dtype, and its gradient goes there, unrounded."""
     if weight is None or main_grad is None or not (torch.is_grad_enabled() and weight.requires_grad):
