@@ -134,6 +134,13 @@ def test_one_round_makes_no_winner(us):
     assert winner(found) != other
 
 
+@pytest.mark.parametrize(("us", "gains"), [(10.15, False), (10.25, True)])
+def test_a_rival_of_one_round_is_beaten_by_more(us, gains):
+    """By the band and what one round may be off by: 0.65 % and 1 %."""
+    rival = final(DEFAULT, us, (us / 10,))
+    assert verdicts([steady_final(TILES[1], 10.0), rival])[TILES[1]] == (2, gains)
+
+
 def test_without_rounds_nothing_is_claimed():
     """Finalists that were timed one by one, because one of them had ended the process."""
     alone = Trial(PROBLEM, TILES[1], TrialState.OK, stage="final", measurement=measurement(10.0))
