@@ -28,7 +28,7 @@ AHEAD = 4
 """Compilations that may wait for each process of the pool, beside the batch; the slowest seen takes 6 s."""
 
 SPILLS = 32
-"""Bytes a thread. So few are spilled outside of loops, or once in them: the best `split_row_meet` spills 24 (H200)."""
+"""Bytes a thread. So few are spilled outside of loops, or once in them: the fastest `split_row_meet` spills 24."""
 
 WRONG_AGAIN = "passed the gate when it was screened, failed it in the finals"
 
