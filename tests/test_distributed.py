@@ -336,18 +336,21 @@ print(any(name in sys.modules for name in ("torch.distributed.tensor", "tunegen.
     assert done.stdout.strip() == "False"
 
 
-def here_main_grad():
+def here_main_grad(itself):
     x, *_, w = inputs()
-    given = placed(x, Shard(0)), placed(w, Replicate(), grad=True)
+    buffer = torch.zeros_like(w)
+    given = (x, w.requires_grad_()) if itself else (placed(x, Shard(0)), placed(w, Replicate(), grad=True))
     try:
-        rms_norm(*given, main_grad=torch.zeros_like(w))
+        rms_norm(*given, main_grad=placed(buffer, Replicate()) if itself else buffer)
     except TypeError as error:
         return str(error)
     return "no error"
 
 
 @on_the_cpu
-def test_main_grad_of_a_distributed_tensor_is_refused(two):
-    assert {*two.run(here_main_grad)} == {
-        "main_grad takes no gradient of a distributed tensor; pass what lies here, x.to_local()"
+@pytest.mark.parametrize("itself", [False, True], ids=["x", "main_grad"])
+def test_main_grad_of_a_distributed_tensor_is_refused(two, itself):
+    """Also the one that is distributed itself, whose address is 0: a kernel would write there."""
+    assert {*two.run(here_main_grad, itself)} == {
+        "main_grad takes no gradient of a distributed tensor, nor is it one; pass what lies here, as x.to_local()"
     }

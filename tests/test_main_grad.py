@@ -150,6 +150,24 @@ def test_nothing_is_added_where_no_gradient_of_the_weight_is_wanted(place, norm)
     assert same_bits(buffer, before)
 
 
+@each_norm
+def test_a_backward_that_asks_for_another_gradient_adds_nothing(place, norm):
+    """As a schedule of a pipeline does, which computes the weights' gradients later: they would count twice."""
+    x, w, dy, buffer = case(place)
+    before, want = buffer.clone(), buffer.clone()
+    norm(x, w, main_grad=want).backward(dy)
+    x.requires_grad_()
+    y = norm(x, w, main_grad=buffer)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy, retain_graph=True, inputs=[x])
+    assert same_bits(buffer, before)
+    assert same_bits(x.grad, dx)
+    y.backward(dy, inputs=[w], retain_graph=True)
+    assert same_bits(buffer, want)
+    assert torch.autograd.grad(y, w, dy, allow_unused=True) == (None,)
+    assert not same_bits(buffer, want)
+
+
 def test_a_result_that_nobody_differentiates_adds_nothing(place):
     x, w, dy, buffer = case(place)
     before = buffer.clone()

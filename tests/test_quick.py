@@ -20,11 +20,12 @@ from test_launch import SPLIT, arguments_of, bound_variant
 from torch.autograd import forward_ad
 
 import tunegen
-from tunegen import add_rms_norm, add_rms_norm_, dispatch, launch, policies, prepared, rms_norm
+from tunegen import add_rms_norm, add_rms_norm_, dispatch, launch, lookup, policies, prepared, rms_norm
 from tunegen.compile import ArgumentClass
 from tunegen.errors import CompileError
 from tunegen.model import rows_bucket
 from tunegen.ops import quick
+from tunegen.space import load_space
 
 ADD_MODULE = sys.modules["tunegen.ops.add_rms_norm"]
 stand_ins = standins.stand_ins
@@ -120,6 +121,29 @@ def test_results_are_new_tensors_like_those_of_the_long_way(stand_ins):
         assert [[(g.shape, g.dtype) for g in some] for some in gradients][1:] == [
             [(g.shape, g.dtype) for g in gradients[0]]
         ]
+
+
+@pytest.mark.compiler
+def test_what_a_passing_choice_asked_of_forward_ends_with_it(stand_ins, monkeypatch):
+    """One that wants no rstd, made for backward while the database could not be read; the next one wants it, and torch
+    would answer in its place."""
+    case, ladder, wanted = given(), dispatch.rungs, ["recomputed"]
+    rms_norm(**case)  # the choice for forward stays
+
+    def rungs(path, problem, silicon):
+        if problem.direction == "forward":
+            return ladder(path, problem, silicon)
+        monkeypatch.setattr(lookup, "_failed_reads", lookup.failed_reads() + (wanted == ["recomputed"]))
+        candidates = load_space("rms_norm").candidates(problem, silicon, "persistent_partials")
+        return iter([dispatch.Rung(next(c for c in candidates if c.structure["RSTD"] == wanted[0]), "")])
+
+    monkeypatch.setattr(dispatch, "rungs", rungs)
+    kernels = [one[1] for one in ways(stand_ins, train, **case)]
+    assert ways(stand_ins, train, **case)[0][0] == "bare"
+    monkeypatch.setattr(dispatch._passing, "_until", 0.0)
+    wanted[0] = "saved"
+    train(**case)  # its forward began before
+    assert [one[1] for one in ways(stand_ins, train, **case)] == kernels
 
 
 @pytest.mark.compiler

@@ -147,6 +147,16 @@ def test_later_finals_end_the_ties_of_earlier_ones(store):
     }
 
 
+def test_later_finals_without_ties_end_them_too(store):
+    """Those that were timed one by one, as one of them ended the process. Else an earlier one would win for ever."""
+    sweep = begin(store)
+    old, new = (final(us, True, parameters={"num_warps": warps}) for us, warps in ((8.1, 1), (8.0, 4)))
+    store.add_all(sweep, [old], 1, "3.8", "2.14")
+    store.add_all(sweep, [replace(new, band=None, tied=None, gains=None)], 1, "3.8", "2.14")
+    (winner,) = store.winners()
+    assert winner["parameters"] == new.config.to_json()
+
+
 def test_trials_that_belong_together_are_stored_together_or_not_at_all(store):
     with pytest.raises(StoreError, match="CHECK"):
         store.add_all(begin(store), [final(8.0, True), replace(final(9.0, False), stage="semifinal")], 1, "3.8", "2.14")

@@ -125,6 +125,22 @@ def test_baselines_take_no_part():
     assert [(t.tied, t.band is None) for t in found] == [(2, False), (2, False), (None, True)]
 
 
+@pytest.mark.parametrize("us", [9.99, 10.01])
+def test_one_round_makes_no_winner(us):
+    """More finalists than MOST may lie within the band: of the others one round is known, which may be off by more."""
+    best, other = sorted(TILES[1:3], key=lambda config: -config.num_warps)
+    found = judged([final(best, 10.0), turned(DEFAULT, 10.02), final(other, us, (us / 10,))], (DEFAULT, TORCH), LARGE)
+    assert [t.tied for t in found] == [2, 2, 0]
+    assert winner(found) != other
+
+
+@pytest.mark.parametrize(("us", "gains"), [(10.15, False), (10.25, True)])
+def test_a_rival_of_one_round_is_beaten_by_more(us, gains):
+    """By the band and what one round may be off by: 0.65 % and 1 %."""
+    rival = final(DEFAULT, us, (us / 10,))
+    assert verdicts([steady_final(TILES[1], 10.0), rival])[TILES[1]] == (2, gains)
+
+
 def test_without_rounds_nothing_is_claimed():
     """Finalists that were timed one by one, because one of them had ended the process."""
     alone = Trial(PROBLEM, TILES[1], TrialState.OK, stage="final", measurement=measurement(10.0))

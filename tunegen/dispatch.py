@@ -121,6 +121,8 @@ def _found(key: Key) -> Choice:
     before = _passing.values.pop(key, None)
     if before is not None and before.config == config:
         made._variants, made.nests = before._variants, made.nests and before.nests
+    elif before is not None:
+        _forget_quick()
     passing = unread and key.policy == FASTEST  # the others promise the same bits again: theirs stays
     choice = _passing.put(key, made) if passing else _choices.setdefault(key, made)
     if choice is made:

@@ -141,7 +141,7 @@ class Store:
                 raise StoreError(f"{self.path} has no sweep {sweep_id}")
             whole = [({**shared, "silicon_id": sweep[0], **row}, samples) for row, samples in rows]
             for row, _ in whole:
-                if row["tied"] is not None:
+                if (row["stage"], row["kind"], row["state"]) == ("final", "measured", "ok"):  # tied or timed one by one
                     connection.execute(records.untie(), row)
             return [records.insert_trial(connection, row, samples) for row, samples in whole]
 

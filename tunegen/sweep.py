@@ -269,7 +269,8 @@ def make_sampler(context: Context, problem: Problem, standing: Sequence[Trial]) 
 def final(context: Context, worker: Worker, problem: Problem, finalists: Sequence[Trial]) -> list[Trial]:
     """Time the shortlist side by side, `torch.compile` of the plain formula as a baseline beside it.
 
-    A finalist that fails this time loses the time of its screening too: it is right or whole by luck.
+    A finalist that fails this time loses the time of its screening too: it is right or whole by luck. A time of another
+    finished sweep gives way to what the gate says, and to no other failure (see `records.REPLACED_BY`).
     """
     done = {trial.config: trial for trial in context.standing(problem) if trial.stage == "final"}
     if {t.config for t in finalists} <= done.keys():

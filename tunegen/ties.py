@@ -82,22 +82,24 @@ def may_win(scores: Mapping[int, float], bytes_moved: int) -> list[int]:
 
 def judged(finals: Sequence[Trial], rivals: Sequence[Config], bytes_moved: int) -> list[Trial]:
     """The finals of one problem with their band, who is tied with the best, and who gains over the `rivals` (the
-    built-in default and torch's op). Baselines take no part."""
+    built-in default and torch's op). Baselines take no part, and who went home after one round is neither the best nor
+    tied: that round may be off by more than the band."""
     fit = [t for t in finals if t.kind == "measured" and t.measurement is not None]
     # Finalists that were timed one after the other, since one of them ends its process, come without rounds.
-    known = [t.measurement.rounds for t in fit if t.measurement is not None and len(t.measurement.rounds) > 1]
-    if not fit or not known:
+    known = {t.config: t.measurement.rounds for t in fit if t.measurement and len(t.measurement.rounds) > 1}
+    if not known:
         return list(finals)
-    width = band(known, bytes_moved)
+    width = band([*known.values()], bytes_moved)
     scores = {t.config: t.measurement.score for t in fit if t.measurement is not None}
-    best = min(scores.values())
-    # A rival gains nothing over itself.
-    to_beat = min((scores[rival] for rival in rivals if rival in scores), default=math.inf)
+    best = min(scores[config] for config in known)
+    # A rival gains nothing over itself; of one that went home the round that is known may have been a slow one.
+    present = [rival for rival in rivals if rival in scores]
+    to_beat = min((scores[r] / (1 if r in known else 1 + ONE_ROUND) for r in present), default=math.inf)
     return [
         replace(
             trial,
             band=width,
-            tied=sum(scores[trial.config] <= best * (1 + width * part) for part in (1, NEAR)),
+            tied=sum(trial.config in known and scores[trial.config] <= best * (1 + width * part) for part in (1, NEAR)),
             gains=scores[trial.config] * (1 + width) < to_beat,
         )
         if trial in fit

@@ -14,7 +14,7 @@ from ..policies import INVARIANT
 from . import quick, registered
 from . import rms_norm as norm
 from .arguments import PLAIN_TENSORS, check, check_like, check_out, is_distributed, written
-from .main_grad import adding_to, check_main_grad, not_differentiated, not_traced
+from .main_grad import adding_to, asked_for, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import note_torch
 
@@ -282,7 +282,8 @@ class _AddRMSNorm(torch.autograd.Function):
         eps, offset, casting, _, policy = ctx.contract
         weight_grad = ctx.needs_input_grad[2]
         dx: Tensor | None
-        not_differentiated(ctx.main_grad)
+        main_grad = asked_for(ctx.main_grad, ctx, 2)
+        not_differentiated(main_grad)
         if dy is None:
             dx, dw = dsum, None
         elif torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
@@ -291,6 +292,6 @@ class _AddRMSNorm(torch.autograd.Function):
             if dsum is None and rstd is None:  # rms_norm's kernels may want what those of this op recompute
                 rstd = norm.rstd_by_torch(total, eps)
             of_call = eps, offset, casting, weight_grad, policy
-            dx, dw = norm.backward(dy, total, weight, rstd, *of_call, dsum, ctx.main_grad)
+            dx, dw = norm.backward(dy, total, weight, rstd, *of_call, dsum, main_grad)
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
         return of_x, of_residual, dw, None, None, None

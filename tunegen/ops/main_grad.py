@@ -16,8 +16,10 @@ def check_main_grad(main_grad: Tensor, x: Tensor, weight: Tensor | None, residua
     """Raise what `rms_norm` documents of a `main_grad` that cannot take dw (N)."""
     if weight is None:
         raise ValueError("main_grad takes the gradient of a weight, and there is none; leave it out")
-    if is_distributed(x, weight):
-        raise TypeError("main_grad takes no gradient of a distributed tensor; pass what lies here, x.to_local()")
+    if is_distributed(x, weight, main_grad):
+        raise TypeError(
+            "main_grad takes no gradient of a distributed tensor, nor is it one; pass what lies here, as x.to_local()"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError("main_grad is written to, which transforms of torch.func cannot follow; leave it out there")
     dtype = accumulate_dtype(x)
@@ -56,6 +58,17 @@ def not_differentiated(main_grad: Tensor | None) -> None:
             "create_graph=True asks for a gradient that can be differentiated, and main_grad is a plain sum of them: "
             "call the norm without main_grad"
         )
+
+
+def asked_for(main_grad: Tensor | None, node: Any, place: int) -> Tensor | None:
+    """`main_grad` in a backward that computes the gradient of the weight, which is tensor argument `place` of `node`;
+    None in one that computes others alone, as `torch.autograd.grad(y, x)` does and schedules of pipelines do."""
+    if main_grad is None:
+        return None
+    try:
+        return main_grad if torch._C._will_engine_execute_node(node.next_functions[place][0]) else None
+    except RuntimeError:  # what torch says of a leaf that is asked for by torch.autograd.grad
+        return main_grad
 
 
 def adding_to(weight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:

@@ -22,7 +22,7 @@ from .arguments import no_kernels_because as no_kernels_because
 from .by_torch import backward_by_torch as backward_by_torch
 from .by_torch import by_torch as by_torch
 from .by_torch import rstd_by_torch as rstd_by_torch
-from .main_grad import adding_to, check_main_grad, not_differentiated, not_traced
+from .main_grad import adding_to, asked_for, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import give_way, note_torch
 
@@ -51,8 +51,8 @@ def rms_norm(
         casting: "fp32" rounds once; "llama" rounds x-hat to x's dtype first, as Hugging Face's Llama and Qwen3 do.
         out: where the result goes, of x's shape, dtype and device; x itself, or no memory of an input. No gradients.
         policy: "fastest", "deterministic" or "invariant", see `tunegen.policy`; backward follows that of its forward.
-        main_grad: (N), contiguous, fp32 (fp64 for fp64 x): each backward through this call adds dw to it, unrounded,
-            and leaves weight.grad alone. Ignored where no gradient of the weight is wanted.
+        main_grad: (N), contiguous, fp32 (fp64 for fp64 x): each backward through this call that is asked for dw adds it
+            here, unrounded, and leaves weight.grad alone. Ignored where no gradient of the weight is wanted.
 
     Returns:
         `out`, or a contiguous tensor of x's shape and dtype. Gradients have the dtypes of x and of the weight. fp64
@@ -281,7 +281,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
         x_grad, weight_grad, *_ = ctx.needs_input_grad
-        main_grad = ctx.main_grad if weight_grad else None
+        main_grad = asked_for(ctx.main_grad if weight_grad else None, ctx, 1)
         not_differentiated(main_grad)
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
