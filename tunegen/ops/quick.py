@@ -39,6 +39,7 @@ Values = tuple[Any, ...]
 Table = dict[Values, Any]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
+is_grad_enabled: Any = torch.is_grad_enabled
 is_deterministic: Any = torch._C._get_deterministic_algorithms
 
 
@@ -84,14 +85,19 @@ def find(
         or not (shape := x.shape)
     ):
         return None, None
-    hidden, graded = shape[-1], torch.is_grad_enabled()
-    bucket = (elements // hidden - 1).bit_length()
-    contract = offset, casting, policy, policies.in_context(), is_deterministic(), more
-    key: Values = (contract, x.dtype, x.device, hidden, bucket, graded and x.requires_grad)
-    if weight is not None:
-        if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-            return None, None
-        key = key, weight.dtype, weight.device, weight.shape, graded and weight.requires_grad
+    hidden, graded = shape[-1], is_grad_enabled()
+    bucket, x_grad = (elements // hidden - 1).bit_length(), graded and x.requires_grad
+    around = policies.in_context(), is_deterministic()
+    key: Values
+    if weight is None:
+        key = offset, casting, policy, around, more, x.dtype, x.device, hidden, bucket, x_grad
+    elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
+        return None, None
+    else:  # flat, for speed
+        key = (
+            offset, casting, policy, around, more, x.dtype, x.device, hidden, bucket, x_grad,
+            weight.dtype, weight.device, weight.shape, graded and weight.requires_grad,
+        )  # fmt: skip
     try:
         kind: Kind | None = dispatch.quick.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
