@@ -458,14 +458,14 @@ def test_outputs_at_odd_addresses_take_the_long_way(stand_ins, which, shape, mon
     """No allocator of torch returns such, but one that is plugged in may."""
     case = given()
     train(**case), train(**case)
-    name = "empty" if which == "rstd" else "empty_like"
-    make = getattr(torch, name)
+    owner, name = (torch.Tensor, "new_empty") if which == "rstd" else (torch, "empty_like")
+    make = getattr(owner, name)
 
     def odd(*arguments, **named):
         made = make(*arguments, **named)
         return misaligned(made) if made.shape == shape else made
 
-    monkeypatch.setattr(torch, name, odd)
+    monkeypatch.setattr(owner, name, odd)
     assert "official" in kinds(stand_ins, call=train, **case)
 
 
@@ -572,6 +572,25 @@ def test_nothing_official_is_launched_where_triton_is_not_on_the_list(stand_ins,
     monkeypatch.setattr(launch.Variant, "_launch_officially", lambda *_: stand_ins.launches.append(("kernel[grid]",)))
     assert [kinds(stand_ins, call=train, **given()) for _ in range(3)] == [{"kernel[grid]"}] * 3
     assert dispatch.quick == {}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_what_a_transform_has_left_behind_counts_as_what_it_wraps(stand_ins, which):
+    """A tensor that outlives its transform has no address; `Function.apply` takes off what is around it."""
+    case, left = {**given(), "x": given()["x"].requires_grad_()}, []
+    case["weight"].requires_grad_()
+    rms_norm(**case), rms_norm(**case)
+    torch.func.grad(lambda t: left.append(t) or t.float().sum())(case[which])
+    odd = {**case, which: left[0]}
+    assert torch._C._functorch.is_dead_tensor_wrapper(left[0])
+    for _ in range(2):
+        (launched,) = ways(stand_ins, rms_norm, **odd)
+        assert case[which].data_ptr() in launched[4]
+    y = rms_norm(**case)
+    assert type(y.grad_fn) is OP_MODULE._RMSNorm._backward_cls
+    y.backward(torch.ones_like(y))
+    assert case["weight"].grad.shape == case["weight"].shape
 
 
 # What is remembered, and for how long

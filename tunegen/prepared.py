@@ -8,6 +8,7 @@ loads a kernel, and no tensor is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -57,20 +58,22 @@ class Frame:
         if current_device() != device:
             with torch.cuda.device(device):
                 return self(values)
-        stream = current_stream(device)
+        values += (current_stream(device),)
         for launch in self.launches:
-            launch(*values, stream)
+            launch(*values)
         return True
 
 
 class Prepared:
     """A variant with a frame for each of the last row counts. `given` has the names and classes of what a call gives,
-    in its order; `numbers` the other run-time numbers, M excepted; `summed` is the dtype of sums and of rstd."""
+    in its order; `numbers` the other run-time numbers, M excepted; rows lie `hidden` elements apart; `summed` is the
+    dtype of sums and of rstd."""
 
-    __slots__ = ("frames", "given", "numbers", "summed", "variant")
+    __slots__ = ("frames", "given", "hidden", "numbers", "summed", "variant")
 
     def __init__(self, variant: Variant, given: Mapping[str, ArgumentClass], numbers: Mapping[str, int]) -> None:
         self.variant, self.given, self.numbers = variant, given, numbers
+        self.hidden = numbers["x_row_stride"]
         self.summed = DTYPES[variant.accumulate]
         self.frames: dict[int, Frame] = {}
 
@@ -97,7 +100,7 @@ class Prepared:
 
     def _maker(self, scratch: Scratch) -> Callable[[], Tensor]:
         make = torch.zeros if scratch.zero else torch.empty
-        return partial(make, scratch.shape, dtype=DTYPES[scratch.dtype], device=self.variant.device)
+        return partial(make, math.prod(scratch.shape), dtype=DTYPES[scratch.dtype], device=self.variant.device)
 
     def _bare(self, launch: Launch, bound: Mapping[str, Any], names: Sequence[str]) -> Bare | None:
         found = self.variant.standing(launch, bound)

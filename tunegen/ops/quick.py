@@ -86,18 +86,12 @@ def find(
     ):
         return None, None
     hidden, graded = shape[-1], is_grad_enabled()
-    bucket, x_grad = (elements // hidden - 1).bit_length(), graded and x.requires_grad
-    around = policies.in_context(), is_deterministic()
-    key: Values
-    if weight is None:
-        key = offset, casting, policy, around, more, x.dtype, x.device, hidden, bucket, x_grad
-    elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-        return None, None
-    else:  # flat, for speed
-        key = (
-            offset, casting, policy, around, more, x.dtype, x.device, hidden, bucket, x_grad,
-            weight.dtype, weight.device, weight.shape, graded and weight.requires_grad,
-        )  # fmt: skip
+    bucket, around = (elements // hidden - 1).bit_length(), (policies.in_context(), is_deterministic(), more)
+    key: Values = offset, casting, policy, around, x.dtype, x.device, hidden, bucket, graded and x.requires_grad
+    if weight is not None:
+        if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
+            return None, None
+        key = key, weight.dtype, weight.device, weight.shape, graded and weight.requires_grad
     try:
         kind: Kind | None = dispatch.quick.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
@@ -109,16 +103,19 @@ def forward(
     kind: Kind, x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """y, in `out` if there is one, and rstd (M) if it is to be saved; None where the long way must be taken."""
-    prepared, rows = kind.forward, x.numel() // x.shape[-1]
-    if prepared is None or (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
+    if (prepared := kind.forward) is None:
+        return None
+    rows = x.numel() // prepared.hidden
+    if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
     y, rstd, rstd_at = torch.empty_like(x) if out is None else out, None, 0
     if kind.save_rstd:
-        rstd = torch.empty(rows, dtype=prepared.summed, device=x.device)
+        rstd = x.new_empty(rows, dtype=prepared.summed)
         rstd_at = rstd.data_ptr()
     x_at, y_at, weight_at = x.data_ptr(), y.data_ptr(), 0 if weight is None else weight.data_ptr()
-    aligned = not (x_at | weight_at | y_at | rstd_at) & MISALIGNED
-    return (y, rstd) if aligned and frame((x_at, weight_at, y_at, rstd_at, eps)) else None
+    if (x_at | weight_at | y_at | rstd_at) & MISALIGNED or not frame((x_at, weight_at, y_at, rstd_at, eps)):
+        return None
+    return y, rstd
 
 
 def into(out: Tensor, kind: Kind, x: Tensor, weight: Tensor | None, eps: float) -> bool:
@@ -131,19 +128,24 @@ def add_forward(
     kind: Kind, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, out: Pair | None = None
 ) -> tuple[Pair, Tensor | None] | None:
     """The same of `add_rms_norm`, whose residual is as usual as x and of its shape: y and the sum, and rstd."""
-    prepared, rows = kind.forward, x.numel() // x.shape[-1]
-    if prepared is None or (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
+    if (prepared := kind.forward) is None:
+        return None
+    rows = x.numel() // prepared.hidden
+    if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
     y, total = out or (torch.empty_like(x), torch.empty_like(x))
-    rstd = torch.empty(rows, dtype=prepared.summed, device=x.device) if kind.save_rstd else None
+    rstd = x.new_empty(rows, dtype=prepared.summed) if kind.save_rstd else None
     return ((y, total), rstd) if _launch(frame, eps, x, residual, weight, y, total, rstd) else None
 
 
 def _launch(frame: Frame, eps: float, *tensors: Tensor | None) -> bool:
     """Launch, unless one of them is not aligned."""
-    values, bits = [0 if tensor is None else tensor.data_ptr() for tensor in tensors], 0
-    for value in values:
+    values: Values = ()
+    bits = 0
+    for tensor in tensors:
+        value = 0 if tensor is None else tensor.data_ptr()
         bits |= value
+        values += (value,)
     return not bits & MISALIGNED and frame((*values, eps))
 
 
@@ -167,16 +169,16 @@ def key_of_backward(
         return None
     hidden = x.shape[-1]
     bucket = (x.numel() // hidden - 1).bit_length()
-    key: Values = (contract, weight_grad, rstd is None, dy.dtype, x.dtype, x.device, hidden, bucket)
+    key: Values = (*contract, weight_grad, rstd is None, dy.dtype, x.dtype, x.device, hidden, bucket)
     if dsum is not None:
         if type(dsum) not in PLAIN_TENSORS or not dsum.is_contiguous():
             return None
-        key = key, dsum.dtype
+        key = *key, dsum.dtype
     if weight is None:
         return key
     if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
         return None
-    return key, weight.dtype, weight.device, weight.shape
+    return *key, weight.dtype, weight.device, weight.shape
 
 
 def backward(
@@ -193,7 +195,7 @@ def backward(
     prepared: Prepared | None = dispatch.quick.get(key)
     if prepared is None or has_hooks():
         return None
-    rows = x.numel() // x.shape[-1]
+    rows = x.numel() // prepared.hidden
     if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
         return None
     dx = torch.empty_like(x)
