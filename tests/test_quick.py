@@ -318,19 +318,24 @@ def test_a_result_goes_into_out_the_short_way(stand_ins):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("training", [False, True])
-def test_the_operator_takes_the_short_way(stand_ins, training):
-    """In training it returns rstd, without it it does not; calls that differ in that alone are of two kinds."""
-    case = given()
-    of_call = case["x"], case["weight"], 1e-6, 0.0, "fp32", "fastest", training, training
-    (official,) = ways(stand_ins, torch.ops.tunegen.rms_norm, *of_call)
+def test_the_operators_take_the_short_way(stand_ins, training):
+    """In training there is an rstd, without it there is none; calls that differ in that alone are of two kinds."""
+    case, ops = given(), (torch.ops.tunegen.rms_norm_inference, torch.ops.tunegen.rms_norm)
+    of_call = case["x"], case["weight"], 1e-6, 0.0, "fp32", "fastest"
+    calls = [(ops[0], of_call), (ops[1], (*of_call, True))]
+    op, arguments = calls[training]
+    (official,) = ways(stand_ins, op, *arguments)
     for _ in range(2):
-        (bare,) = ways(stand_ins, torch.ops.tunegen.rms_norm, *of_call)
+        (bare,) = ways(stand_ins, op, *arguments)
         assert (official[0], bare[0]) == ("official", "bare")
         assert no_addresses([official]) == no_addresses([bare])
-    y, rstd = torch.ops.tunegen.rms_norm(*of_call)
-    assert (y.shape, rstd.shape, rstd.dtype) == (case["x"].shape, (ROWS if training else 0,), torch.float32)
-    other = (*of_call[:-2], not training, not training)
-    assert kinds(stand_ins, *other, call=torch.ops.tunegen.rms_norm) == {"official"}
+    found = op(*arguments)
+    y = found[0] if training else found
+    assert (y.shape, y.dtype) == (case["x"].shape, BF16)
+    if training:
+        assert (found[1].shape, found[1].dtype) == ((ROWS,), torch.float32)
+    other, arguments = calls[not training]
+    assert kinds(stand_ins, *arguments, call=other) == {"official"}
 
 
 # add_rms_norm
