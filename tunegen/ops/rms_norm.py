@@ -280,8 +280,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         eps, kind, main_grad = ctx.call
-        offset, casting, policy, *_ = kind.contract  # the thread that runs this has no policy of its own
-        x_grad, weight_grad, *_ = ctx.needs_input_grad
+        offset, casting, policy = kind[:3]  # the thread that runs this has no policy of its own
+        x_grad, weight_grad = ctx.needs_input_grad[:2]
         main_grad = main_grad if weight_grad else None
         not_differentiated(main_grad)
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
