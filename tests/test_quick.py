@@ -635,6 +635,18 @@ def test_each_row_count_has_its_own_launch(stand_ins):
 
 
 @pytest.mark.compiler
+def test_launches_of_many_row_counts_share_their_code(stand_ins):
+    """Compiling it takes longer than the call."""
+    w = weight_of(HIDDEN, BF16)
+    for rows in (4096, 3000, 2500):
+        rms_norm(draw(rows, HIDDEN, dtype=BF16), w), rms_norm(draw(rows, HIDDEN, dtype=BF16), w)
+    (kind,) = dispatch.quick.values()
+    frames = kind.forward.frames.values()
+    assert len(frames) == 3
+    assert len({launch.__code__ for frame in frames for launch in frame.launches}) == 1
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("end", ["forget", "demote"])
 def test_choices_that_change_end_the_short_way(stand_ins, end):
     case = given()

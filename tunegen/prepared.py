@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -139,8 +140,14 @@ def _launching(
     kernel = arguments if spread else [f"({', '.join(arguments)},)"]
     text = ", ".join([*map(fixed, grid), "stream", *map(fixed, behind), *kernel])
     parameters = ", ".join([*(f"v{place}" for place in range(given)), "stream"])
-    made: Bare = eval(f"lambda {parameters}: launch({text})", values)
+    made: Bare = eval(_code(f"lambda {parameters}: launch({text})"), values)
     return made
+
+
+@lru_cache(maxsize=1024)
+def _code(text: str) -> CodeType:
+    """Compiled once for all row counts: the text has names in place of values."""
+    return compile(text, "<launch>", "eval")
 
 
 def _beside_arguments(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:
