@@ -21,6 +21,9 @@ EPS = 1e-6
 NORMS = 20
 """Of a compiled graph."""
 MODES = ("default", "reduce-overhead")
+"""Of torch.compile."""
+WAYS = {"traced": registered.TRACE, "operators": registered.OPERATOR}
+"""What our norms become in a graph, and the value of TUNEGEN_COMPILE that asks for it; the first is the default."""
 
 Call = Callable[[], object]
 
@@ -168,9 +171,9 @@ def row_counts(hidden: int, most: int) -> dict[str, dict[str, int]]:
 
 
 @contextmanager
-def as_operators() -> Iterator[None]:
-    """What TUNEGEN_COMPILE=op sets at import."""
-    before, registered.MODE = registered.MODE, registered.OPERATOR
+def compiled_as(mode: str) -> Iterator[None]:
+    """What TUNEGEN_COMPILE sets at import. A graph is guarded by it, and is to be called inside too."""
+    before, registered.MODE = registered.MODE, mode
     try:
         yield
     finally:
@@ -191,7 +194,7 @@ def graph_of(norm: Callable[[Tensor, Tensor], Tensor], mode: str) -> Callable[[T
 
 
 def graph_calls(given: Tensors, mode: str) -> dict[str, Call]:
-    """Compiled chains by name, which have run before: compiled, warmed up, recorded. To be called `as_operators`."""
+    """Compiled chains by name, which have run before: compiled, warmed up, recorded. To be called in `compiled_as`."""
     steps = {"rms_norm": graph_of(rms_norm, mode), "F.rms_norm": graph_of(functional, mode)}
     calls: dict[str, Call] = {name: partial(step, given.x, given.weight) for name, step in steps.items()}
     for call in calls.values():

@@ -10,7 +10,8 @@ over turns, with its interval (`paired.py`). Also measured:
 - the parts of a call: checks with key and look-up, the output, the launch, an autograd function that computes nothing;
 - what 10,000 row counts leave behind: entries of the table, compiled kernels, and in how many buckets something was
   compiled behind the bucket's first call;
-- compiled graphs of 20 norms, as operators (TUNEGEN_COMPILE=op) beside F.rms_norm: extra host time a norm.
+- compiled graphs of 20 norms beside F.rms_norm: extra host time a norm, traced as by default, whose kernels Inductor
+  makes, and as operators (TUNEGEN_COMPILE=op).
 
 Needs a CUDA GPU.
 """
@@ -27,7 +28,19 @@ from typing import Any, NamedTuple
 
 import torch
 from gpus import need_gpus
-from host_calls import MODES, NORMS, Call, Tensors, as_operators, contenders, graph_calls, parts, row_counts, tensors
+from host_calls import (
+    MODES,
+    NORMS,
+    WAYS,
+    Call,
+    Tensors,
+    compiled_as,
+    contenders,
+    graph_calls,
+    parts,
+    row_counts,
+    tensors,
+)
 from paired import ratio
 from sweeping import record, write
 
@@ -89,17 +102,23 @@ def cpu_name(text: str) -> str:
     return names[0] if names else ""
 
 
-def graphs(given: Tensors, batch: int, turns: int) -> dict[str, Any]:
-    """By mode: us a graph, and how many more a norm than with F.rms_norm."""
+def graphs(given: Tensors, batch: int, turns: int, wait: Call = torch.cuda.synchronize) -> dict[str, Any]:
+    """By mode of torch.compile and by way: us a graph, and how many more a norm than with F.rms_norm."""
     found: dict[str, Any] = {}
     for mode in MODES:
-        torch.compiler.reset()
-        with torch.no_grad(), as_operators():
-            calls = graph_calls(given, mode)
-            times = timed(calls, batch, turns, torch.cuda.synchronize)
-        ours, theirs = (statistics.median(times[name].host) for name in calls)
-        extra = round((ours - theirs) / NORMS, 3)
-        found[mode] = {**summary(times, {"rms_norm": "F.rms_norm"}), "extra_us_a_norm": extra}
+        for way, asked in WAYS.items():
+            torch.compiler.reset()
+            with torch.no_grad(), compiled_as(asked):
+                calls = graph_calls(given, mode)
+                times = timed(calls, batch, turns, wait)
+            ours, theirs = (statistics.median(times[name].host) for name in calls)
+            found[f"{mode}, {way}"] = {
+                "mode": mode,
+                "TUNEGEN_COMPILE": asked,
+                "default": way == next(iter(WAYS)),
+                **summary(times, {"rms_norm": "F.rms_norm"}),
+                "extra_us_a_norm": round((ours - theirs) / NORMS, 3),
+            }
     return found
 
 
@@ -141,8 +160,9 @@ def show(results: Mapping[str, Any]) -> None:
         print(f"{name:40} {one['us']:8.2f} us{beside}")
     for name, why in results["not_measured"].items():
         print(f"{name:40} not measured: {why}")
-    for mode, one in results["graphs"].items():
-        print(f"{f'graph of {NORMS} norms, {mode}':40} {one['extra_us_a_norm']:+8.2f} us a norm")
+    for what, one in results["graphs"].items():
+        of = f"TUNEGEN_COMPILE={one['TUNEGEN_COMPILE']}{', the default' if one['default'] else ''}"
+        print(f"{f'graph of {NORMS} norms, {what}':48} {one['extra_us_a_norm']:+8.2f} us a norm over F.rms_norm ({of})")
     for what, one in results["row_counts"].items():
         print(f"{one['row_counts']} row counts, {what}: {', '.join(f'{v} {k}' for k, v in [*one.items()][1:])}")
 

@@ -135,6 +135,26 @@ def test_what_a_call_becomes(monkeypatch):
     assert [any("tunegen.rms_norm" in name for name in graph) for graph in seen] == [False, True, False, True]
 
 
+def test_the_operator_is_that_of_inference_where_no_gradient_is_wanted(operator):
+    """With and without a gradient by turns, each call has the graph of its kind."""
+    x, w, dy = case(3, dtype=torch.float32)
+    w.requires_grad_()
+    with torch.no_grad():
+        assert "tunegen.rms_norm_inference" in nodes(norm, x, w)
+    assert "tunegen.rms_norm_inference" in nodes(norm, x, w.detach())
+    assert "tunegen.rms_norm" in nodes(norm, x, w)
+    torch._dynamo.reset()
+    step = compiled("aot_eager")
+    for _ in range(2):
+        with torch.no_grad():
+            y = step(x, w)
+        assert not y.requires_grad
+        again = step(x, w)
+        assert same_bits(y, again.detach())
+        (dw,) = torch.autograd.grad(again, w, dy)
+        assert error(dw, exact(x, w, dy).dw) < 1e-5
+
+
 def test_a_graph_is_compiled_again_under_another_policy():
     counts = torch._dynamo.testing.CompileCounter()
     step = torch.compile(lambda x, w: rms_norm(x, w), backend=counts, fullgraph=True)
@@ -208,7 +228,12 @@ def test_the_operators_pass_torchs_own_checks():
     contract = (1e-6, 0.0, "fp32", "fastest")
     x.requires_grad_(), w.requires_grad_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.tunegen.rms_norm.default, (x, w, *contract, True, True), test_utils=checks)
+    torch.library.opcheck(torch.ops.tunegen.rms_norm.default, (x, w, *contract, True), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.tunegen.rms_norm_inference.default,
+        (x.detach(), w.detach(), *contract),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
     torch.library.opcheck(
         torch.ops.tunegen.rms_norm_backward.default,
         (dy, x.detach(), w.detach(), torch.ones(4), *contract, True),
@@ -223,6 +248,6 @@ def test_the_operator_has_a_second_derivative():
         (g,) = torch.autograd.grad(function(x, w).pow(2).sum(), x, create_graph=True)
         return torch.autograd.grad(g.pow(2).sum(), (x, w))
 
-    found = penalty(lambda x, w: torch.ops.tunegen.rms_norm(x, w, 1e-6, 0.0, "fp32", "fastest", True, True)[0], x, w)
+    found = penalty(lambda x, w: torch.ops.tunegen.rms_norm(x, w, 1e-6, 0.0, "fp32", "fastest", True)[0], x, w)
     for got, want in zip(found, penalty(rms_norm, x, w), strict=True):
         assert error(got, want.double()) < 1e-5

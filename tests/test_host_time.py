@@ -12,9 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import host_calls
-from host_time import Times, cpu_name, rotated, summary, timed
+from host_time import Times, cpu_name, graphs, rotated, show, summary, timed
 
 from tunegen import rms_norm
+from tunegen.ops import registered
 
 stand_ins = standins.stand_ins
 BENCHMARKS = Path(host_calls.__file__).parent
@@ -82,6 +83,35 @@ def test_contenders_and_parts_can_be_called(stand_ins, given):
     assert {*host_calls.parts(given)} == told
     for call in host_calls.parts(given).values():
         call()
+
+
+def test_graphs_are_timed_as_they_are_by_default_and_as_operators(given, monkeypatch, capsys):
+    """Each in a graph of its own: Inductor's place is taken by something that notes what it is given."""
+    seen = []
+
+    def note(chain, fullgraph, mode="default"):
+        def backend(graph, _):
+            names = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+            seen.append((mode, "tunegen.rms_norm_inference" in names))
+            return graph
+
+        return real(chain, backend=backend, fullgraph=fullgraph)
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(registered, "MODE", before := "trace")
+    found = graphs(given, 1, 2, lambda: None)
+    ours = seen[::2]
+    assert ours == [(mode, way) for mode in host_calls.MODES for way in (False, True)]
+    assert not any(operator for _, operator in seen[1::2]), "of F.rms_norm"
+    assert len(seen) == 8, "no graph was compiled twice"
+    assert [one["TUNEGEN_COMPILE"] for one in found.values()] == ["trace", "op"] * 2
+    assert [one["default"] for one in found.values()] == [True, False] * 2
+    assert registered.MODE == before == registered.TRACE
+    show({"host_time": {}, "not_measured": {}, "graphs": found, "row_counts": {}})
+    lines = capsys.readouterr().out.splitlines()
+    assert ["the default" in line for line in lines] == [True, False] * 2
+    assert all("us a norm over F.rms_norm" in line for line in lines)
 
 
 @pytest.mark.compiler

@@ -342,19 +342,24 @@ def test_a_result_goes_into_out_the_short_way(stand_ins):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("training", [False, True])
-def test_the_operator_takes_the_short_way(stand_ins, training):
-    """In training it returns rstd, without it it does not; calls that differ in that alone are of two kinds."""
-    case = given()
-    of_call = case["x"], case["weight"], 1e-6, 0.0, "fp32", "fastest", training, training
-    (official,) = ways(stand_ins, torch.ops.tunegen.rms_norm, *of_call)
+def test_the_operators_take_the_short_way(stand_ins, training):
+    """In training there is an rstd, without it there is none; calls that differ in that alone are of two kinds."""
+    case, ops = given(), (torch.ops.tunegen.rms_norm_inference, torch.ops.tunegen.rms_norm)
+    of_call = case["x"], case["weight"], 1e-6, 0.0, "fp32", "fastest"
+    calls = [(ops[0], of_call), (ops[1], (*of_call, True))]
+    op, arguments = calls[training]
+    (official,) = ways(stand_ins, op, *arguments)
     for _ in range(2):
-        (bare,) = ways(stand_ins, torch.ops.tunegen.rms_norm, *of_call)
+        (bare,) = ways(stand_ins, op, *arguments)
         assert (official[0], bare[0]) == ("official", "bare")
         assert no_addresses([official]) == no_addresses([bare])
-    y, rstd = torch.ops.tunegen.rms_norm(*of_call)
-    assert (y.shape, rstd.shape, rstd.dtype) == (case["x"].shape, (ROWS if training else 0,), torch.float32)
-    other = (*of_call[:-2], not training, not training)
-    assert kinds(stand_ins, *other, call=torch.ops.tunegen.rms_norm) == {"official"}
+    found = op(*arguments)
+    y = found[0] if training else found
+    assert (y.shape, y.dtype) == (case["x"].shape, BF16)
+    if training:
+        assert (found[1].shape, found[1].dtype) == ((ROWS,), torch.float32)
+    other, arguments = calls[not training]
+    assert kinds(stand_ins, *arguments, call=other) == {"official"}
 
 
 # add_rms_norm
@@ -482,14 +487,14 @@ def test_outputs_at_odd_addresses_take_the_long_way(stand_ins, which, shape, mon
     """No allocator of torch returns such, but one that is plugged in may."""
     case = given()
     train(**case), train(**case)
-    name = "empty" if which == "rstd" else "empty_like"
-    make = getattr(torch, name)
+    owner, name = (torch.Tensor, "new_empty") if which == "rstd" else (torch, "empty_like")
+    make = getattr(owner, name)
 
     def odd(*arguments, **named):
         made = make(*arguments, **named)
         return misaligned(made) if made.shape == shape else made
 
-    monkeypatch.setattr(torch, name, odd)
+    monkeypatch.setattr(owner, name, odd)
     assert "official" in kinds(stand_ins, call=train, **case)
 
 
@@ -598,6 +603,25 @@ def test_nothing_official_is_launched_where_triton_is_not_on_the_list(stand_ins,
     assert dispatch.quick == {}
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_what_a_transform_has_left_behind_counts_as_what_it_wraps(stand_ins, which):
+    """A tensor that outlives its transform has no address; `Function.apply` takes off what is around it."""
+    case, left = {**given(), "x": given()["x"].requires_grad_()}, []
+    case["weight"].requires_grad_()
+    rms_norm(**case), rms_norm(**case)
+    torch.func.grad(lambda t: left.append(t) or t.float().sum())(case[which])
+    odd = {**case, which: left[0]}
+    assert torch._C._functorch.is_dead_tensor_wrapper(left[0])
+    for _ in range(2):
+        (launched,) = ways(stand_ins, rms_norm, **odd)
+        assert case[which].data_ptr() in launched[4]
+    y = rms_norm(**case)
+    assert type(y.grad_fn) is OP_MODULE._RMSNorm._backward_cls
+    y.backward(torch.ones_like(y))
+    assert case["weight"].grad.shape == case["weight"].shape
+
+
 # What is remembered, and for how long
 
 
@@ -632,6 +656,18 @@ def test_each_row_count_has_its_own_launch(stand_ins):
         assert again[0] == "bare"
         assert no_addresses([one]) == no_addresses([again])
         assert rows in again[4]
+
+
+@pytest.mark.compiler
+def test_launches_of_many_row_counts_share_their_code(stand_ins):
+    """Compiling it takes longer than the call."""
+    w = weight_of(HIDDEN, BF16)
+    for rows in (4096, 3000, 2500):
+        rms_norm(draw(rows, HIDDEN, dtype=BF16), w), rms_norm(draw(rows, HIDDEN, dtype=BF16), w)
+    (kind,) = dispatch.quick.values()
+    frames = kind.forward.frames.values()
+    assert len(frames) == 3
+    assert len({launch.__code__ for frame in frames for launch in frame.launches}) == 1
 
 
 @pytest.mark.compiler

@@ -131,3 +131,19 @@ def test_on_the_meta_device():
     real = module.to_empty(device="cpu")
     real.reset_parameters()
     assert same_bits(real.weight.detach(), torch.ones(HIDDEN, dtype=torch.bfloat16))
+
+
+def test_a_weight_that_is_no_parameter_of_the_module_itself():
+    """As parametrizations, weight_norm and flat parameters leave it: a property, or a plain attribute."""
+    x, module = draw(3, 48), RMSNorm(48)
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+    assert torch.equal(module(x), rms_norm(x, torch.full((48,), 2.0)))
+    plain = RMSNorm(48)
+    del plain.weight
+    plain.weight = torch.full((48,), 3.0)
+    assert torch.equal(plain(x), rms_norm(x, plain.weight))
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight

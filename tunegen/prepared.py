@@ -8,10 +8,11 @@ loads a kernel, and no tensor is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +33,8 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class Bare(NamedTuple):
-    """One kernel as Triton's C launcher takes it: what stands before and behind the stream; `pick` puts the values of a
-    call, followed by `fixed`, in the order of the kernel's parameters, which are `spread` or one tuple."""
-
-    launch: Callable[..., None]
-    grid: tuple[int, ...]
-    behind: tuple[Any, ...]
-    spread: bool
-    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    fixed: tuple[Any, ...]
+Bare = Callable[..., None]
+"""Launches one kernel through Triton's C launcher: what a call gives, its workspace, and the stream."""
 
 
 class Frame:
@@ -66,23 +59,22 @@ class Frame:
         if current_device() != device:
             with torch.cuda.device(device):
                 return self(values)
-        stream = current_stream(device)
-        for launch, grid, behind, spread, pick, fixed in self.launches:
-            if spread:
-                launch(*grid, stream, *behind, *pick(values + fixed))
-            else:
-                launch(*grid, stream, *behind, pick(values + fixed))
+        values += (current_stream(device),)
+        for launch in self.launches:
+            launch(*values)
         return True
 
 
 class Prepared:
     """A variant with a frame for each of the last row counts. `given` has the names and classes of what a call gives,
-    in its order; `numbers` the other run-time numbers, M excepted; `summed` is the dtype of sums and of rstd."""
+    in its order; `numbers` the other run-time numbers, M excepted; rows lie `hidden` elements apart; `summed` is the
+    dtype of sums and of rstd."""
 
-    __slots__ = ("frames", "given", "numbers", "summed", "variant")
+    __slots__ = ("frames", "given", "hidden", "numbers", "summed", "variant")
 
     def __init__(self, variant: Variant, given: Mapping[str, ArgumentClass], numbers: Mapping[str, int]) -> None:
         self.variant, self.given, self.numbers = variant, given, numbers
+        self.hidden = numbers["x_row_stride"]
         self.summed = DTYPES[variant.accumulate]
         self.frames: dict[int, Frame] = {}
 
@@ -109,7 +101,7 @@ class Prepared:
 
     def _maker(self, scratch: Scratch) -> Callable[[], Tensor]:
         make = torch.zeros if scratch.zero else torch.empty
-        return partial(make, scratch.shape, dtype=DTYPES[scratch.dtype], device=self.variant.device)
+        return partial(make, math.prod(scratch.shape), dtype=DTYPES[scratch.dtype], device=self.variant.device)
 
     def _bare(self, launch: Launch, bound: Mapping[str, Any], names: Sequence[str]) -> Bare | None:
         found = self.variant.standing(launch, bound)
@@ -118,9 +110,44 @@ class Prepared:
         if compiled is None or beside is None:
             return None
         fixed = {name: value for name, value in found.values.items() if name not in names or name in launch.values}
-        places = {name: place for place, name in enumerate((*names, *fixed))}  # of two, the fixed one
-        pick = itemgetter(*[places[name] for name in found.values])
-        return Bare(compiled.run.launch, (*launch.grid, 1, 1)[:3], *beside, pick, tuple(fixed.values()))
+        places = {name: place for place, name in enumerate(names)} | dict.fromkeys(fixed)
+        order = [(places[name], value) for name, value in found.values.items()]
+        return _launching(compiled.run.launch, (*launch.grid, 1, 1)[:3], *beside, order, len(names))
+
+
+def _launching(
+    launch: Callable[..., None],
+    grid: tuple[int, ...],
+    behind: tuple[Any, ...],
+    spread: bool,
+    order: Sequence[tuple[int | None, Any]],
+    given: int,
+) -> Bare:
+    """A function of `given` values and the stream that calls `launch` with the grid, the stream, `behind`, and then the
+    kernel's arguments, `spread` or as one tuple: the value at a place, or a fixed one where `order` has no place.
+
+    It is compiled from its text, as `collections.namedtuple` is: put together in each call, the arguments took as long
+    as all else that Python does in a launch.
+    """
+    values: dict[str, Any] = {"launch": launch}
+
+    def fixed(value: Any) -> str:
+        name = f"f{len(values)}"
+        values[name] = value
+        return name
+
+    arguments = [fixed(value) if place is None else f"v{place}" for place, value in order]
+    kernel = arguments if spread else [f"({', '.join(arguments)},)"]
+    text = ", ".join([*map(fixed, grid), "stream", *map(fixed, behind), *kernel])
+    parameters = ", ".join([*(f"v{place}" for place in range(given)), "stream"])
+    made: Bare = eval(_code(f"lambda {parameters}: launch({text})"), values)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _code(text: str) -> CodeType:
+    """Compiled once for all row counts: the text has names in place of values."""
+    return compile(text, "<launch>", "eval")
 
 
 def _beside_arguments(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:

@@ -1,4 +1,5 @@
-"""`rms_norm` as registered operators, opaque to a graph compiler: `torch.ops.tunegen.rms_norm` and its backward.
+"""`rms_norm` as registered operators, opaque to a graph compiler: `torch.ops.tunegen.rms_norm`, its backward, and
+`rms_norm_inference` where no gradient is wanted, which has one result and costs less than half as much to call.
 
 Under `torch.compile` the formula is traced by default and Inductor fuses it with its neighbours. `TUNEGEN_COMPILE=op`
 puts these operators into the graph instead, which launch what an eager call launches; so does the policy "invariant",
@@ -41,7 +42,8 @@ MODE = _mode()
 CONTRACT = "float eps, float offset, str casting, str policy, bool weight_grad"
 LIBRARY = Library("tunegen", "DEF")  # type: ignore[no-untyped-call]
 _define: Callable[..., None] = LIBRARY.define
-_define(f"rms_norm(Tensor x, Tensor? weight, {CONTRACT}, bool training) -> (Tensor, Tensor)")
+_define(f"rms_norm(Tensor x, Tensor? weight, {CONTRACT}) -> (Tensor, Tensor)")
+_define("rms_norm_inference(Tensor x, Tensor? weight, float eps, float offset, str casting, str policy) -> Tensor")
 _define(f"rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, {CONTRACT}) -> (Tensor, Tensor)")
 
 
@@ -59,9 +61,11 @@ def call(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: s
             return found[0]
     weight_grad = weight is not None and weight.requires_grad
     training = torch.is_grad_enabled() and (x.requires_grad or weight_grad)
-    y: Tensor
-    y, _ = torch.ops.tunegen.rms_norm(
-        x, weight, float(eps), float(offset), casting, policy, training and weight_grad, training
+    of_call = x, weight, float(eps), float(offset), casting, policy
+    y: Tensor = (
+        torch.ops.tunegen.rms_norm(*of_call, weight_grad)[0]
+        if training
+        else torch.ops.tunegen.rms_norm_inference(*of_call)
     )
     return y
 
@@ -77,12 +81,14 @@ def register(op: ModuleType) -> None:
             dx, dw = op.backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
             dx, dw = torch.ops.tunegen.rms_norm_backward(dy, x, weight, rstd, eps, offset, casting, policy, weight_grad)
-        return dx if x_grad else None, dw if weight_grad else None, *[None] * 6
+        return dx if x_grad else None, dw if weight_grad else None, *[None] * 5
 
     impl: Callable[..., None] = LIBRARY.impl
     impl("rms_norm", partial(_forward, op), "CompositeExplicitAutograd")
+    impl("rms_norm_inference", partial(_inference, op), "CompositeExplicitAutograd")
     impl("rms_norm_backward", partial(_backward, op), "CompositeExplicitAutograd")
     torch.library.register_fake("tunegen::rms_norm", _fake, lib=LIBRARY)
+    torch.library.register_fake("tunegen::rms_norm_inference", _fake_inference, lib=LIBRARY)
     torch.library.register_fake("tunegen::rms_norm_backward", _fake_backward, lib=LIBRARY)
     torch.library.register_autograd("tunegen::rms_norm", differentiate, setup_context=_save, lib=LIBRARY)
 
@@ -96,13 +102,34 @@ def _forward(
     casting: str,
     policy: str,
     weight_grad: bool,
-    training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What an eager call computes; in training with the rstd (M) that any backward may ask for."""
+    """What an eager call in training computes, with the rstd (M) that any backward may ask for."""
+    y, rstd = _computed(op, x, weight, eps, offset, casting, policy, weight_grad, True)
+    assert rstd is not None
+    return y, rstd
+
+
+def _inference(
+    op: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str
+) -> Tensor:
+    return _computed(op, x, weight, eps, offset, casting, policy, False, False)[0]
+
+
+def _computed(
+    op: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+    policy: str,
+    weight_grad: bool,
+    training: bool,
+) -> tuple[Tensor, Tensor | None]:
     table = dispatch.quick
     known, kind = quick.find(x, weight, eps, offset, casting, policy, (training, weight_grad))
     if kind is not None and (done := quick.forward(kind, x, weight, eps)) is not None:
-        return done[0], done[1] if training and done[1] is not None else _nothing(x)
+        return done
     kernels = op.has_kernels(x, weight)
     if kernels and training:
         key = op.key_of("backward", x, weight, offset, casting, weight_grad, policy=policy)
@@ -115,7 +142,7 @@ def _forward(
             quick.keep(table, known, quick.ready(kind, key))
     else:
         y, rstd = op.by_torch(x, weight, eps, offset, casting), op.rstd_by_torch(x, eps) if training else None
-    return y, rstd if training else _nothing(x)
+    return y, rstd
 
 
 def _backward(
@@ -156,11 +183,14 @@ def _fake(
     casting: str,
     policy: str,
     weight_grad: bool,
-    training: bool,
 ) -> tuple[Tensor, Tensor]:
+    y = _fake_inference(x, weight, eps, offset, casting, policy)
+    return y, x.new_empty(x.numel() // x.shape[-1], dtype=accumulate_dtype(x))
+
+
+def _fake_inference(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str, policy: str) -> Tensor:
     check(x, weight, 0.0, 0.0, casting)  # eps and offset may be symbols
-    rows = x.numel() // x.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=accumulate_dtype(x)) if training else _nothing(x)
+    return x.new_empty(x.shape)
 
 
 def _fake_backward(

@@ -26,6 +26,7 @@ from .main_grad import adding_to, asked_for, check_main_grad, not_differentiated
 from .memory import check_memory
 from .notes import give_way, note_torch
 
+is_compiling, unwrapped = torch.compiler.is_compiling, torch._C._functorch.unwrap_if_dead
 ADD_RMS_NORM = "add_rms_norm"
 """The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
 
@@ -79,14 +80,14 @@ def _call(
     policy: str | None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         not_traced(main_grad)
         return _traced(x, weight, eps, offset, casting, policy)
     table = dispatch.quick
     known, kind = (None, None) if main_grad is not None else quick.find(x, weight, eps, offset, casting, policy)
     if kind is not None:
         if kind.graded:
-            y: Tensor = _RMSNorm.apply(x, weight, eps, kind, None)
+            y: Tensor = _apply(unwrapped(x), None if weight is None else unwrapped(weight), eps, kind, None)
             return y
         if (done := quick.forward(kind, x, weight, eps)) is not None:
             return done[0]
@@ -272,16 +273,16 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Tensor:
         y, rstd = quick.forward(kind, x, weight, eps) or _forward(x, weight, eps, *kind.contract)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.contract = eps, kind.offset, kind.casting, kind.policy
-        ctx.main_grad = main_grad  # not saved: it changes until backward
+        ctx.call = eps, kind, main_grad  # the last not saved: it changes until backward
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        eps, offset, casting, policy = ctx.contract  # the thread that runs this has no policy of its own
-        x_grad, weight_grad, *_ = ctx.needs_input_grad
-        main_grad = asked_for(ctx.main_grad if weight_grad else None, ctx, 1)
+        eps, kind, main_grad = ctx.call
+        offset, casting, policy = kind[:3]  # the thread that runs this has no policy of its own
+        x_grad, weight_grad = ctx.needs_input_grad[:2]
+        main_grad = asked_for(main_grad if weight_grad else None, ctx, 1)
         not_differentiated(main_grad)
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
@@ -291,4 +292,6 @@ class _RMSNorm(torch.autograd.Function):
         return dx if x_grad else None, dw, None, None, None
 
 
+# As `apply` is from torch 2.14 on. Before, it was wrapped in Python that looks for transforms, as `quick.find` has.
+_apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 registered.register(sys.modules[__name__])

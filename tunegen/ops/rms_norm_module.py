@@ -58,7 +58,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden) -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps, offset=self.offset, casting=self.casting)
+        plain = type(self) is RMSNorm and "weight" in self._parameters  # else it may be a property, or no parameter
+        weight = self._parameters["weight"] if plain else self.weight  # which is looked for there last
+        return rms_norm(x, weight, self.eps, offset=self.offset, casting=self.casting)
 
     def extra_repr(self) -> str:
         """Shown by print(module)."""
