@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import io
 import sys
 import types
@@ -52,7 +53,7 @@ def gemma(architecture):
 
 
 def modeling(architecture):
-    return sys.modules[f"transformers.models.{architecture}.modeling_{architecture}"]
+    return importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
 
 
 def close(got, want, dtype):

@@ -24,6 +24,7 @@ from helpers import (
 )
 
 from tunegen import rms_norm
+from tunegen.ops.quick import Kind
 from tunegen.reference import accumulate_dtype
 
 place = places("cpu", "interpreter", "cuda")
@@ -118,9 +119,8 @@ def test_trap_wrong_count_of_gradients(place):
 class SavedContext:
     """What autograd hands to backward."""
 
-    contract = (1e-6, 0.0, "fp32", "fastest")
+    call = (1e-6, Kind(0.0, "fp32", "fastest", False, True), None)
     needs_input_grad = (True, True)
-    main_grad = None
 
     def __init__(self, x, w):
         self.saved_tensors = (x, w, None)
