@@ -83,8 +83,10 @@ def contenders(given: Tensors) -> tuple[dict[str, Call], dict[str, str], dict[st
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        apply = LigerRMSNormFunction.apply
-        liger = lambda x, w: apply(x, w, EPS, 0.0, "llama", False)  # noqa: E731
+        def liger(x: Tensor, weight: Tensor) -> Tensor:
+            y: Tensor = LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+            return y
+
         calls["Liger, forward + backward"] = partial(both, liger, given)
     except ImportError as error:
         absent["Liger, forward + backward"] = str(error)

@@ -12,7 +12,7 @@ from . import paths
 from .entries import CTAS, PARAMETER, WARPS, WORD, Entry, read
 from .errors import SearchSpaceError
 from .expressions import Domain, Expression, Rule, arranged, combinations, listed, show
-from .installed import triton_version as triton_version
+from .installed import triton_version
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
 from .policies import FASTEST
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class _Spare:
 
     process: Any
     connection: Connection
-    owed: list[Problem] = field(default_factory=list)
+    owed: int = 0
 
 
 class Worker:
@@ -101,7 +101,7 @@ class Worker:
         if self._spare is not None:
             with contextlib.suppress(OSError):  # it has ended: another one is started when it is needed
                 self._spare.connection.send(("foresee", (problem,)))
-                self._spare.owed.append(problem)
+                self._spare.owed += 1
 
     def _launch(self, target: Any) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
@@ -123,7 +123,7 @@ class Worker:
                 with self.seconds.on("starting processes"):
                     self.facts = self._receive(START_SECONDS)
                 with self.seconds.on("compiling the plain formula"):
-                    for _ in child.owed:
+                    for _ in range(child.owed):
                         self._receive(OPEN_SECONDS)
             except (EOFError, OSError, WorkerError) as error:  # TimeoutError is an OSError
                 self.stop()

@@ -96,9 +96,7 @@ def _hook(notes: Counter[RecordedCall], contract: Contract) -> Any:
                 meta = torch.empty_like(meta, memory_format=torch.contiguous_format)
             other = None if residual is None else meta
             wanted = weight is not None and weight.requires_grad
-            y.register_hook(
-                lambda dy: notes.update([_call("backward", meta, other, weight, contract, _here(dy), wanted)])
-            )  # type: ignore[no-untyped-call]
+            y.register_hook(lambda dy: notes.update([_call("backward", meta, other, weight, contract, dy, wanted)]))  # type: ignore[no-untyped-call]
 
     setattr(after, EXPECTS_RESIDUAL, True)
     return after

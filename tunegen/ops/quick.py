@@ -24,7 +24,7 @@ from .arguments import PLAIN_TENSORS, READ_BY_ROWS
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
 
-MOST, NUMBERS = sys.float_info.max, (float, int)
+LARGEST, NUMBERS = sys.float_info.max, (float, int)
 # Tensors by the names of kernel parameters, in the order in which they are given; eps comes last.
 _BACKWARD = ("x", "w", "dy", "rstd", "dx", "dw", "dsum")
 GIVEN = {
@@ -40,7 +40,7 @@ Table = dict[Values, Any]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
 is_grad_enabled: Any = torch.is_grad_enabled
-is_deterministic: Any = torch._C._get_deterministic_algorithms
+is_deterministic: Any = torch.are_deterministic_algorithms_enabled
 
 
 class Kind(NamedTuple):
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
     @property
     def contract(self) -> tuple[float, str, str, bool]:
-        """All but the last two."""
+        """What decides the values and outputs of a forward, in the order of its arguments."""
         return self[:4]
 
 
@@ -75,7 +75,7 @@ def find(
     if (
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
-        or not 0.0 <= eps <= MOST
+        or not 0.0 <= eps <= LARGEST
         or offset.__class__ not in NUMBERS  # True equals 1.0, but is refused
         or not x.is_contiguous()
         or transform() is not None
@@ -127,7 +127,7 @@ def into(out: Tensor, kind: Kind, x: Tensor, weight: Tensor | None, eps: float) 
 def add_forward(
     kind: Kind, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, out: Pair | None = None
 ) -> tuple[Pair, Tensor | None] | None:
-    """The same of `add_rms_norm`, whose residual is as usual as x and of its shape: y and the sum, and rstd."""
+    """As `forward`, of `add_rms_norm`, whose residual is as usual as x and of its shape: y and the sum, and rstd."""
     if (prepared := kind.forward) is None:
         return None
     rows = x.numel() // prepared.hidden
@@ -155,7 +155,8 @@ def key_of_backward(
     weight_grad: bool,
     dsum: Tensor | None = None,
 ) -> Values | None:
-    """The same of a backward with the contract (offset, casting, policy) of its forward."""
+    """A key of all that decides what a backward launches, none for an unusual one; `contract` has offset, casting and
+    policy of its forward."""
     if (
         type(dy) not in PLAIN_TENSORS
         or type(x) not in PLAIN_TENSORS
@@ -201,7 +202,7 @@ def backward(
         if weight_grad:
             dw = torch.empty_like(weight)
             dw_at = dw.data_ptr()
-    # Not in a loop, which takes twice as long.
+    # Written out: a loop over the names takes longer, in every call.
     x_at, dy_at, dx_at = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
     rstd_at, dsum_at = 0 if rstd is None else rstd.data_ptr(), 0 if dsum is None else dsum.data_ptr()
     if (x_at | weight_at | dy_at | rstd_at | dx_at | dw_at | dsum_at) & MISALIGNED:
