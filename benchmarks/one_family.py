@@ -2,8 +2,8 @@
 
     python benchmarks/one_family.py split_row_meet --shape 4096x16384 2048x32768 1024x65536 512x131072
 
-Of each candidate: microseconds, its time over the sentinel's (a copy forward, an addition of the same bytes backward;
-below 1 is slower than that), registers and spilled bytes, or why it has no time. A candidate has a minute.
+Of each candidate: microseconds, the sentinel's time over its own (a copy forward, an addition of the same bytes
+backward; below 1 is slower than that), registers and spilled bytes, or why it has no time. A candidate has a minute.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ def completed(problem: Problem, path: Path, given: Mapping[str, Value], silicon:
     compute, such as BLOCK_SIZE; the family whose name the file has comes first.
 
     Raises TunegenError for a number that its kernels never mention, as a slip of the pen would else go unnoticed, and
-    where the file needs more, with all that is missing and an example; RenderError where it renders with nothing.
+    where the file needs more, with all that is missing and an example; RenderError where it does not render, whatever
+    is given.
     """
     filling = _Filling(_domains(problem, path), names_of(problem, silicon), dict(given))
     text = _rendered(problem, path, filling)

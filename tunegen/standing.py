@@ -13,7 +13,7 @@ from .space import load_space
 
 FEWEST, FINALISTS = 8, 12
 """How many go to the finals, which look at all of them once before they choose (see `evaluate`): those within CONTENDER
-of the best screening, FINALISTS at most, and FEWEST wherever they are. With the six best alone, 2 of 20 problems swept
+of the best screening, FINALISTS at most, and FEWEST wherever they are. With the six best alone, 3 of 20 problems swept
 three times on an H200 lost their winner on the way there: up to 13 candidates lie within 2 % of the best, and a score
 of the screening is off by half a per cent, of small problems by three."""
 

@@ -1,5 +1,5 @@
-"""Triton's digest of itself, remembered between processes: for one it reads all its files, which takes about half of a
-first call whose kernel is compiled already, although they are the same as ever."""
+"""Triton's digest of itself, remembered between processes: for one it reads all its files, in the first call of each
+process, although they are the same as ever."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def asked_for(main_grad: Tensor | None, node: Any, place: int) -> Tensor | None:
 
 
 def adding_to(weight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """The weight for torch operators; with a `main_grad` in its dtype, and its gradient goes there, unrounded."""
+    """The weight for torch operators; where its gradient is wanted in `main_grad`, a copy in that dtype, whose gradient
+    is added there, unrounded."""
     if weight is None or main_grad is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
     wide: Tensor = _AddedTo.apply(weight, main_grad)

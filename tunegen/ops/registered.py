@@ -1,5 +1,5 @@
 """`rms_norm` as registered operators, opaque to a graph compiler: `torch.ops.tunegen.rms_norm`, its backward, and
-`rms_norm_inference` where no gradient is wanted, which has one result and costs less than half as much to call.
+`rms_norm_inference` where no gradient is wanted, which has one result and no autograd around it.
 
 Under `torch.compile` the formula is traced by default and Inductor fuses it with its neighbours. `TUNEGEN_COMPILE=op`
 puts these operators into the graph instead, which launch what an eager call launches; so does the policy "invariant",

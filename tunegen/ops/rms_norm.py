@@ -62,7 +62,7 @@ def rms_norm(
     Raises:
         TypeError: x, weight, out or main_grad is no tensor of these dtypes; eps or offset is no Python number.
         ValueError: shapes, devices, layouts, memory or numbers that do not fit; an unknown casting or policy.
-        RuntimeError: out where a gradient is wanted; main_grad in a compiled graph or with create_graph=True.
+        RuntimeError: out where a gradient is wanted; main_grad in a graph, under torch.func or with create_graph=True.
 
     The formula: Zhang and Sennrich 2019, arXiv:1910.07467. CUDA tensors go to kernels, others to torch operators.
     """
