@@ -99,6 +99,16 @@ def test_an_unknown_family_counts_by_its_grid():
     assert few > 2 * many > 0
 
 
+@pytest.mark.parametrize(
+    "words", [{"DEPTH": 16}, {"COLS": 16}, {"COLS": 0, "DEPTH": 16}, {"COLS": 16, "DEPTH": 0}], ids=str
+)
+def test_one_word_of_dw_programs_makes_none(words):
+    """A template of one's own may use it for something else."""
+    assert once(config=Config.of("mine", {**dict(ROW.parameters), **words})) == once()
+    both = Config.of("mine", {**dict(ROW.parameters), "COLS": 16, "DEPTH": 16})
+    assert once(config=both) > once()
+
+
 def test_a_plan_whose_kernels_all_choose_their_warps_is_estimated():
     assert once(plan=Plan((Launch("main", (16384,), num_warps=8),))) > 0
 

@@ -204,7 +204,7 @@ def estimate_us(
             moved = spec.bytes_moved(problem) * (1.0 if last else reads / (reads + writes)) + scratch
             tile = tile_of(problem, config, programs)
             over = Pass(problem, config, tile, programs, moved, reads, writes if last else 0)
-            if "DEPTH" in config.numbers:  # dw in programs of its own, at the same time
+            if all(map(config.numbers.get, ("COLS", "DEPTH"))):  # dw in programs of its own, at the same time
                 over = over._replace(programs=tile.total)
                 total += math.hypot(kernel_ns(over, resources, silicon), columns_ns(over, silicon))
             else:
