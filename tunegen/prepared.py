@@ -66,9 +66,9 @@ class Frame:
 
 
 class Prepared:
-    """A variant with a frame for each of the last row counts. `given` has the names and classes of what a call gives,
-    in its order; `numbers` the other run-time numbers, M excepted; rows lie `hidden` elements apart; `summed` is the
-    dtype of sums and of rstd."""
+    """A variant with a frame for each of MOST_ROW_COUNTS row counts at most. `given` has the names and classes of what
+    a call gives, in its order; `numbers` the other run-time numbers, M excepted; rows lie `hidden` elements apart;
+    `summed` is the dtype of sums and of rstd."""
 
     __slots__ = ("frames", "given", "hidden", "numbers", "summed", "variant")
 
