@@ -41,12 +41,13 @@ class Server:
         """Compile the baseline of `problem`, for its finals. It runs once, on inputs that are then dropped: a few
         kernels beside what another process measures. A failure comes up again in the finals, with its reason."""
         self.ahead.join()
-        spec = op_spec(problem.op)
         with suppress(Exception):
-            tensors = tensors_of(spec, problem, self.device, self.seed)
-            self.forms[problem] = compiled_form(spec, problem, tensors)
-            del tensors
+            self.forms[problem] = self._compiled(problem)
         torch.cuda.empty_cache()
+
+    def _compiled(self, problem: Problem) -> Form:
+        spec = op_spec(problem.op)
+        return compiled_form(spec, problem, tensors_of(spec, problem, self.device, self.seed))
 
     def open(self, problem: Problem) -> None:
         """Drop the session in hand and make the inputs, references and sentinel of `problem`."""

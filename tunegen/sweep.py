@@ -228,7 +228,7 @@ def screen_batch(
     which a config is known that does not spill; more are added."""
     digests = {config: digest_today(problem, config) for config in batch}  # before a crash, say, while they compile
     outcomes = dict(context.pool.compile(problem, batch))
-    # Within a family: of another one every config may spill, and win.
+    # Within a family: at N = 16384 every `persistent_partials` spills, and is timed.
     spill_free |= {c.family for c, o in outcomes.items() if isinstance(o, Resources) and not o.spill_bytes}
     wanted: list[tuple[Config, Resources]] = []
     for config in batch:

@@ -26,7 +26,7 @@ LIMITS_LARGE, LIMITS_SMALL = (0.0065, 0.015), (0.0165, 0.05)
 """The band is no narrower than what the finalists of two sweeps differed by, in other processes and hours on one H200:
 95 % of 127 pairs of LARGE bytes and more by at most .65 %, of 109 smaller ones by 1.65 % (a factor that all
 finalists of a problem share is taken out); of six rounds each, .56 and 1.5 %. Rounds of one process see less, .05
-to .3 %. And it is no wider than a fault of the measurement that a tie would hide."""
+to .8 %. And it is no wider than a fault of the measurement that a tie would hide."""
 
 
 def band(rounds: Sequence[Sequence[float]], bytes_moved: int) -> float:
@@ -67,7 +67,7 @@ def student_t(freedom: int) -> float:
 
 
 ONE_ROUND = 0.01
-"""One round of a kernel is off by .05 to .85 % (standard deviation, H200, 12 problems)."""
+"""One round of a kernel is off by .05 to .8 % (standard deviation, H200, 12 problems)."""
 MOST = 8
 """Finalists that go on after one round."""
 NEAR = 0.5
