@@ -18,15 +18,12 @@ from typing import Any, NamedTuple
 from .errors import BuildError, CapturedError, CompileError
 from .layouts import like_heads
 from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
+from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
 from .toolchain import known_key
 
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
-
-
-REGISTERS_PER_SM, REGISTERS_PER_THREAD = 65536, 255
-"""Of every architecture from sm_80 to sm_120."""
 
 CUDA_ADVICE = ("Search for `cuda", "CUDA kernel errors might", "For debugging consider", "Compile with `TORCH_USE_CUDA")
 """What torch says behind every error of CUDA."""

@@ -133,13 +133,13 @@ def _found(key: Key) -> Choice:
 def _answer(key: Key, problem: Problem) -> tuple[Rung, bool]:
     """The first rung for `key` that has not failed, from the index where it knows that one; and whether the database
     could not be read."""
-    silicon = silicon_of(key.device)
-    known = index.answer(problem, silicon)
+    silicon, began = silicon_of(key.device), index.stamp()
+    known = index.answer(began, problem, silicon)
     if known is not None and (key, known[0]) not in _demoted:
         return Rung(*known), False
     from .lookup import complained, failed_reads
 
-    path, failed, began = paths.database(), failed_reads(), index.stamp()
+    path, failed = paths.database(), failed_reads()
     found = next(standing(key, rungs(path, problem, silicon)))
     unread = failed_reads() != failed
     # What holds for this process alone is not remembered, nor what the next one is to be told of, too.

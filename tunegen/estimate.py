@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 from .model import DTYPE_BYTES, Config, Plan, Problem, Resources, Silicon
 from .ops import row_tensors
+from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
 
 COPY_SHARE = 0.88
 """Share of the memory's nominal bandwidth that a copy reaches: 4.2 of 4.8 TB/s on an H200."""
-REGISTERS_PER_SM = 65536
-REGISTERS_PER_THREAD = 255
 WARPS_PER_SM = 64
 PROGRAMS_PER_SM = 32
 

@@ -51,9 +51,9 @@ def stamp() -> str | None:
     return hashlib.sha256(repr((FILES, releases(), database)).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def answer(problem: Problem, silicon: Silicon) -> Answer | None:
-    """What the ladder answers first, if that is known."""
-    return _answer(_entries(stamp()).get("answers", {}).get(_name(problem, silicon)))
+def answer(known: str | None, problem: Problem, silicon: Silicon) -> Answer | None:
+    """What the ladder answers first, if that is known under the stamp `known`."""
+    return _answer(_entries(known).get("answers", {}).get(_name(problem, silicon)))
 
 
 def keep_answer(known: str | None, problem: Problem, silicon: Silicon, found: Answer) -> None:

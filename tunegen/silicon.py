@@ -11,6 +11,9 @@ FACTS = tuple(f.name for f in fields(Silicon) if f.name not in ("name", "memory_
 """What says that two GPUs time alike. Not the name (the same chip is sold under several), and not the memory's size: it
 decides no timing, and drivers report it a few MB apart for one card."""
 
+REGISTERS_PER_SM, REGISTERS_PER_THREAD = 65536, 255
+"""Of every architecture from sm_80 to sm_120."""
+
 _KIB, _MIB, _GIB = 1024, 1024**2, 1024**3
 
 # As their drivers report them. The B200: 7680 bits (first drivers said 8192), pytorch/ao#4002.
