@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tunegen import ties
+from tunegen.child import installed_versions
 from tunegen.model import Config, Problem, Trial
 from tunegen.pool import Compile, compile_candidate
 from tunegen.store import Store
 from tunegen.sweep import SweepResult, sweep_gpu
-from tunegen.worker import Worker, installed_versions
+from tunegen.worker import Worker
 
 MakeWorker = Callable[[int], Worker]
 """A measuring process for a seed; tests put a made-up one there."""

@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tunegen import paths
+from tunegen.child import Facts
 from tunegen.errors import CompileError, WorkerError
 from tunegen.model import Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
 from tunegen.pool import compile_candidate
 from tunegen.silicon import of_arch
-from tunegen.worker import Facts, Worker
+from tunegen.worker import Worker
 
 H200 = of_arch("sm_90")
 TORCH_US, COMPILED_US = 30.0, 25.0

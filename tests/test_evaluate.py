@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_gpu import DEFAULT, H200, PROBLEM, make_resources, measurement, template_of
 
-from tunegen import paths, render, serving
+from tunegen import evaluate, paths, render, serving
 from tunegen.bench import FINAL_ROUNDS, WARM_UP_SECONDS, Screened
 from tunegen.compile import first_line
 from tunegen.errors import CompileError
@@ -59,6 +59,30 @@ class Here(Session):
     def verify(self, variants):
         self.verified.append([variant.nested for variant in variants])
         return self.verdict
+
+
+def test_kernels_of_a_config_are_loaded_once_for_all_row_counts(digest, monkeypatch):
+    """And again for a template that has changed: what is launched is the text of today."""
+    made, known = [], {}
+
+    def variant(source, *_):
+        made.append(source.text)
+        return SimpleNamespace(text=source.text)
+
+    monkeypatch.setattr(evaluate, "Variant", variant)
+
+    def variants(rows):
+        session = Here()
+        session.problem, session.device, session.known = replace(PROBLEM, rows=rows), None, known
+        return [variant.text for variant in Session.variants(session, DEFAULT)]
+
+    first = variants(1)
+    assert variants(64) == first == made
+    assert len(set(first)) == 2, "with and without rstd"
+    template_of(DEFAULT, paths.PACKAGE).write_text("EDITED_AGAIN = {{ save_rstd }}\n")
+    render._render.cache_clear()
+    assert "EDITED_AGAIN" in variants(1)[0]
+    assert len(made) == 4
 
 
 @pytest.fixture
@@ -272,14 +296,15 @@ def test_replays_that_are_measured_are_told_apart_from_what_is_spent_around_them
 def test_only_the_first_problem_of_a_process_is_warmed_up_for_long(monkeypatch):
     opened = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(serving, "Session", lambda *given: opened.append(given[-2:]))
+    monkeypatch.setattr(serving, "Session", lambda *given: opened.append(given[-3:]))
     found = Server.__new__(Server)
     found.warm, found.facts, found.device, found.seed = False, SimpleNamespace(silicon=H200), None, 0
-    found.forms = {PROBLEM: "compiled"}
+    found.forms, found.known = {PROBLEM: "compiled"}, "loaded"
     found.ahead = SimpleNamespace(join=lambda: opened.append("joined"))
     for _ in range(2):
         found.open(PROBLEM)
-    assert opened == ["joined", (WARM_UP_SECONDS, "compiled"), "joined", (serving.WARM_UP_AGAIN, None)]
+    again = serving.WARM_UP_AGAIN, None, "loaded"
+    assert opened == ["joined", (WARM_UP_SECONDS, "compiled", "loaded"), "joined", again]
 
 
 def test_baseline_that_is_foreseen_is_compiled_and_a_failure_is_left_to_the_finals(monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,9 +18,10 @@ from test_pool import alive, wait_until
 from tunegen import cli_options, paths
 from tunegen.cli import main
 from tunegen.errors import WorkerError
-from tunegen.fleet import sweep_gpus
+from tunegen.fleet import Member, _give, sweep_gpus
+from tunegen.model import Problem
 from tunegen.progress import SweepProgress
-from tunegen.silicon import of_arch
+from tunegen.silicon import kind_of, of_arch
 from tunegen.store import Store
 from tunegen.sweep import together
 
@@ -215,3 +217,15 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch, text, words):
     done = CliRunner().invoke(main, ["sweep", "--hidden", "64", "--gpus", text])
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_gpu_goes_on_with_kernels_that_it_has_compiled():
+    """Others would compile them again: what a config compiles to does not depend on the row count."""
+    problems = [Problem("rms_norm", d, 4096, rows) for d in ("forward", "backward") for rows in (1, 64, 1024)]
+    members = [Member(i, None, SimpleNamespace(send=lambda _: None), Told().of(str(i)), H200) for i in range(2)]
+    waiting = {kind_of(H200): list(problems)}
+    for number in (0, 1, 1, 0, 0, 0, 1):
+        _give(members[number], members, waiting)
+    forward, backward = problems[:3], problems[3:]
+    assert members[0].held == [*forward, backward[2]], "its own ones first, then what is left"
+    assert members[1].held == backward[:2]

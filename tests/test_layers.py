@@ -25,7 +25,7 @@ LAYERS = {
         "ops.rms_norm_module explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
-    "tuning": "ahead evaluate pool worker serving guide standing sweep fleet sweep_target needs attempt",
+    "tuning": "ahead evaluate pool child worker serving guide standing sweep fleet sweep_target needs attempt early",
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "
@@ -42,7 +42,7 @@ LAYERS = {
 ORDER = [module for row in LAYERS.values() for module in row.split()]
 
 # The measuring process is started in `worker`, on the caller's side; what it runs is imported in that process alone.
-STARTED = {("worker", "serving")}
+STARTED = {("child", "serving")}
 
 # Which modules may import what at module level. What is not named here belongs into the function that needs it.
 TORCH = (

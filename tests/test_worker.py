@@ -11,11 +11,13 @@ import pytest
 from fake_gpu import H200, PROBLEM, TILES, VERSIONS, FakeGpu, us_of
 from test_pool import alive, wait_until
 
+from tunegen import child
 from tunegen import worker as worker_module
+from tunegen.child import Facts, serve
 from tunegen.errors import WorkerError
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Problem, Resources, Trial, TrialState
-from tunegen.worker import Facts, Worker, serve
+from tunegen.worker import Worker
 
 SPENT = Resources(32, 0, 1024, "binary")
 OTHER = Problem("rms_norm", "forward", 4096, 7)
@@ -101,7 +103,25 @@ def test_real_spare_process_loads_the_compiler(monkeypatch):
     worker = Worker(0, 0)
     monkeypatch.setattr(worker, "_launch", lambda target: started.append(target) or (SimpleNamespace(), None))
     worker.prepare()
-    assert started == [worker_module.serve_later]
+    assert started == [child.serve_later]
+
+
+def test_child_that_was_launched_is_the_one_that_starts(gpu):
+    with gpu.worker() as worker:
+        worker.launch()
+        worker.start()
+        worker.launch()  # there is one
+        worker.open(PROBLEM)
+        assert worker.screen(TILES[0], SPENT).state is TrialState.OK
+        assert len(gpu.lines("start")) == 1
+
+
+def test_child_that_was_launched_and_does_not_come_up_is_not_tried_again(gpu):
+    with FakeGpu(gpu.log, {"start": "exit"}).worker() as worker:
+        worker.launch()
+        with pytest.raises(WorkerError, match="ended at its start"):
+            worker.start()
+    assert len(gpu.lines("start")) == 1
 
 
 def test_spare_process_takes_over_at_once(gpu):

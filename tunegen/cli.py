@@ -30,10 +30,11 @@ from .cli_options import (
     sum_option,
     weight_option,
 )
+from .early import started_early
 from .errors import TunegenError
 from .exchange import export_command, import_command
 from .expressions import Rule
-from .model import CASTINGS, DIRECTIONS
+from .model import CASTINGS, DIRECTIONS, Problem
 from .ops import OPS
 from .space import load_space
 
@@ -109,23 +110,30 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 
     Example: tunegen sweep --hidden 4096,5120 --direction forward
     """
-    from .commands import run_sweep
-
     if options["gpus"] is not None and options["arch"] is not None:
         raise click.UsageError("--arch compiles without a GPU, --gpus tunes on some; give one of them up")
+    counts = None
     if options["recording"] is not None:
         counts = recorded(ctx, options["recording"])
-        run_sweep(list(counts), console_for(options["as_json"]), options, counts)
-        return
-    if not options["hidden"]:
+        problems = list(counts)
+    elif options["hidden"]:
+        problems = _problems_of(options)
+    else:
         raise click.UsageError(
             "give the widths to tune with --hidden, such as --hidden 4096, or a recording with --from"
         )
+    with started_early(options["gpus"], options["arch"], options["seed"]) as early:
+        from .commands import run_sweep
+
+        run_sweep(problems, console_for(options["as_json"]), options, counts, early)
+
+
+def _problems_of(options: dict[str, Any]) -> list[Problem]:
+    """Every combination of what may be given several times, once."""
     keys = ("direction", "dtype", "casting", "hidden", "rows")
     options["rows"] = rows_to_sweep(options["rows"], options["policy"], DEFAULT_ROWS)
     combined = product(*(options[key] for key in keys))
-    problems = [problem_of(options | dict(zip(keys, values, strict=True))) for values in combined]
-    run_sweep(list(dict.fromkeys(problems)), console_for(options["as_json"]), options)
+    return list(dict.fromkeys(problem_of(options | dict(zip(keys, values, strict=True))) for values in combined))
 
 
 @main.command()

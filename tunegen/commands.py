@@ -15,6 +15,7 @@ from rich.console import Console
 from . import paths, report, silicon, step_report
 from .cli_options import devices_of, new_folder
 from .dispatch import digest_today, stored_choices
+from .early import Early
 from .errors import TunegenError
 from .evaluate import COMPILED
 from .fleet import sweep_gpus
@@ -30,12 +31,17 @@ from .worker import Worker
 
 
 def run_sweep(
-    problems: Sequence[Problem], console: Console, options: dict[str, Any], counts: Mapping[Problem, int] | None = None
+    problems: Sequence[Problem],
+    console: Console,
+    options: dict[str, Any],
+    counts: Mapping[Problem, int] | None = None,
+    early: Early | None = None,
 ) -> None:
     """Sweep on the GPU at hand, or compile and rank for a target where there is none or one is named; `counts` are the
-    calls of a recorded step."""
+    calls of a recorded step, `early` is what has been started for one GPU."""
     target = target_of(options["arch"])
     arguments = {k: str(v) for k, v in options.items()}
+    budget, seed = options["budget"], options["seed"]
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to stop: as orderly as Ctrl-C
@@ -45,13 +51,12 @@ def run_sweep(
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
             if target is not None:
-                trials = sweep_target(store, problems, target, options["seed"], progress, arguments)
+                trials = sweep_target(store, problems, target, seed, progress, arguments)
             elif len(devices := devices_of(options["gpus"])) == 1:
-                worker = Worker(devices[0], options["seed"])
-                results = [sweep_gpu(store, problems, options["budget"], options["seed"], progress, arguments, worker)]
+                worker, pool = early or (Worker(devices[0], seed), None)
+                results = [sweep_gpu(store, problems, budget, seed, progress, arguments, worker, pool=pool)]
             else:
-                db, budget, seed = (options[name] for name in ("db", "budget", "seed"))
-                results = sweep_gpus(db, problems, budget, seed, progress, arguments, devices)
+                results = sweep_gpus(options["db"], problems, budget, seed, progress, arguments, devices)
         except KeyboardInterrupt:
             console.print(f"interrupted; what was done is in {options['db']}, the same command goes on from there")
             raise

@@ -18,7 +18,7 @@ from .compile import first_line
 from .dispatch import LOG, ROWS_REACH
 from .errors import CompileError
 from .launch import Variant
-from .model import TORCH_FAMILY, Config, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
+from .model import TORCH_FAMILY, Config, KernelSource, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
 from .render import combined_digest, renderings
 from .spec import OpSpec
@@ -38,6 +38,10 @@ Form = Callable[[dict[str, Tensor]], Callable[[], object]]
 Make = Callable[[Bench], Call]
 """Calls of a candidate on the buffers of a bench."""
 
+Known = dict[tuple[str, Config, Problem], Variant]
+"""What a process has loaded, by the text of its kernels, the config, and the problem at 0 rows: to read
+them from Triton's cache and load them anew for each row count took 4 ms of the 33 that a candidate takes (H200)."""
+
 Machine = tuple[str, str]
 """What a candidate does, down to the machine: the digest of its binaries, and its grids and workspace as text."""
 
@@ -54,14 +58,17 @@ class Session:
         seed: int,
         warm_up: float = WARM_UP_SECONDS,
         form: Form | None = None,
+        known: Known | None = None,
     ) -> None:
-        """`form` is the formula as `compiled_form` gave it, if that was compiled ahead."""
+        """`form` is the formula as `compiled_form` gave it, if that was compiled ahead; `known` is what other sessions
+        of this process have loaded, and this one adds to it."""
         self.spec = op_spec(problem.op)
         self.problem, self.silicon, self.device, self.seed = problem, silicon, device, seed
         self.gate = Gate(self.spec, problem, device, seed, ROWS_REACH)
         torch.cuda.empty_cache()  # the references took twice what is left of them
         self.bench = self._bench(warm_up)
         self.form = form
+        self.known: Known = {} if known is None else known
         self.best: Timed | None = None
         self.by_machine: dict[Machine, Config] = {}
         self.seconds = Spent()
@@ -73,11 +80,15 @@ class Session:
     def variants(self, config: Config, nested: tuple[str, ...] = ()) -> list[Variant]:
         """Every rendering that may be launched for `config` where rows of the tensors `nested` lie at no common
         distance; the first is the one that is timed."""
-        constants = self.spec.constants(self.problem)
-        return [
-            Variant(source, config, constants, self.problem.accumulate, self.device, self.silicon.sms)
-            for source in renderings(self.problem, config, self.spec, nested)
-        ]
+        return [self._variant(source, config) for source in renderings(self.problem, config, self.spec, nested)]
+
+    def _variant(self, source: KernelSource, config: Config) -> Variant:
+        key = source.text, config, replace(self.problem, rows=0)
+        if key not in self.known:
+            constants = self.spec.constants(self.problem)
+            accumulate, sms = self.problem.accumulate, self.silicon.sms
+            self.known[key] = Variant(source, config, constants, accumulate, self.device, sms)
+        return self.known[key]
 
     def screen(self, config: Config, resources: Resources | None) -> Trial:
         """Verify and time one config in a few blocks; what fails is a trial with its reason."""

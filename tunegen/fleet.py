@@ -11,7 +11,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -119,7 +118,7 @@ def _start(device: int, order: Order, listeners: Listeners) -> Member:
 
 def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
     """Answer the processes until all of them have ended."""
-    waiting: dict[Silicon, deque[Problem]] = {}
+    waiting: dict[Silicon, list[Problem]] = {}
     by_connection: dict[Any, Member] = {member.connection: member for member in members}
     while by_connection:
         for connection in wait(list(by_connection)):
@@ -132,26 +131,39 @@ def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
                 continue
             if what == "ready":
                 member.silicon = value
-                waiting.setdefault(kind_of(value), deque(problems))
+                waiting.setdefault(kind_of(value), list(problems))
             elif what == "next":
-                _give(member, waiting)
+                _give(member, members, waiting)
             elif what in ("stage", "trial"):
                 getattr(member.listener, what)(*value)
             else:
                 setattr(member, what, value)
 
 
-def _give(member: Member, waiting: dict[Silicon, deque[Problem]]) -> None:
+def _next(left: Sequence[Problem], member: Member, members: Sequence[Member]) -> Problem:
+    """The first problem with kernels that this process has compiled already, or that no other one has, or any."""
+    own = {replace(problem, rows=0) for problem in member.held}
+    others = {replace(problem, rows=0) for other in members if other is not member for problem in other.held}
+
+    def rank(problem: Problem) -> tuple[bool, bool]:
+        kernels = replace(problem, rows=0)
+        return kernels not in own, kernels in others
+
+    return min(left, key=rank)
+
+
+def _give(member: Member, members: Sequence[Member], waiting: dict[Silicon, list[Problem]]) -> None:
     assert member.silicon is not None
     left = waiting[kind_of(member.silicon)]
-    problem = left.popleft() if left else None
+    problem = _next(left, member, members) if left else None
     if problem is not None:
+        left.remove(problem)
         member.held.append(problem)
     with contextlib.suppress(OSError):  # it has just ended; that is seen when its connection is
         member.connection.send(problem)
 
 
-def _ended(member: Member, waiting: dict[Silicon, deque[Problem]]) -> None:
+def _ended(member: Member, waiting: dict[Silicon, list[Problem]]) -> None:
     """Take back what a process did not finish."""
     if member.result is not None:
         return

@@ -116,8 +116,8 @@ class CompilePool:
 
     def prepare(self) -> None:
         """Start the processes, which import what they need while the caller finds out what there is to compile."""
-        if self.compile_one is not compile_candidate:
-            return  # a stand-in needs none of that
+        if self.compile_one is not compile_candidate or self._executor is not None:
+            return  # a stand-in needs none of that; nor does a pool that runs
         for _ in range(self.workers):
             with suppress(BrokenProcessPool, OSError), deaf_to_interrupts():
                 self._running().submit(import_compiler)

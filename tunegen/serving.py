@@ -11,11 +11,11 @@ import torch
 from . import silicon
 from .ahead import NICE, Ahead, load_autograd_quietly, load_compiler
 from .bench import WARM_UP_SECONDS, tensors_of
+from .child import Answer, Facts, installed_versions
 from .compile import first_line
-from .evaluate import Form, Session, compiled_form
+from .evaluate import Form, Known, Session, compiled_form
 from .model import Config, Problem, Resources, Trial, TrialState
 from .ops import op_spec
-from .worker import Answer, Facts, installed_versions
 
 KEPT_BYTES = 1 << 30
 """Freed memory that is kept for the next candidate, at most."""
@@ -34,6 +34,7 @@ class Server:
         self.facts = Facts(silicon.query(device), versions(device))
         self.session: Session | None = None
         self.forms: dict[Problem, Form] = {}
+        self.known: Known = {}
         self.warm = False
         self.ahead = Ahead(load_compiler, NICE) if spare else Ahead(load_autograd_quietly)
 
@@ -56,7 +57,7 @@ class Server:
         torch.cuda.empty_cache()
         warm_up = WARM_UP_AGAIN if self.warm else WARM_UP_SECONDS
         form = self.forms.pop(problem, None)
-        self.session = Session(problem, self.facts.silicon, self.device, self.seed, warm_up, form)
+        self.session = Session(problem, self.facts.silicon, self.device, self.seed, warm_up, form, self.known)
         self.warm = True
         torch.cuda.empty_cache()
 

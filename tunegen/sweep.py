@@ -120,12 +120,14 @@ def sweep_gpu(
     worker: Worker | None = None,
     compile_one: Compile = compile_candidate,
     cores: int | None = None,
+    pool: CompilePool | None = None,
 ) -> SweepResult:
-    """Tune `problems` on the first GPU, or that of `worker`, compiling on all or on `cores` cores. An interrupt loses
-    at most the trial that is running; the sweep is then stored as interrupted, as are the trials of a problem that had
-    to be left out half done."""
-    with worker or Worker(0, seed) as worker, CompilePool(None, cores, compile_one) as pool:
+    """Tune `problems` on the first GPU, or that of `worker`, compiling on all or on `cores` cores, or in `pool`. An
+    interrupt loses at most the trial that is running; the sweep is then stored as interrupted, as are the trials of a
+    problem that had to be left out half done."""
+    with worker or Worker(0, seed) as worker, pool or CompilePool(None, cores, compile_one) as pool:
         listener.stage("starting the measuring process", 0)
+        worker.launch()
         pool.prepare()
         facts = worker.start()
         pool.silicon = facts.silicon

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .child import installed_versions
 from .compile import timed_plan
 from .dispatch import digest_today
 from .errors import CompileError
@@ -16,7 +17,6 @@ from .pool import CompilePool
 from .space import load_space
 from .store import Store
 from .sweep import Context, Listener, sweep_row
-from .worker import installed_versions
 
 
 def sweep_target(

@@ -5,27 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
+from .child import Answer, Facts, following, serve, serve_later
 from .errors import WorkerError
-from .model import Config, Problem, Resources, Silicon, Trial, TrialState
-from .pool import deaf_to_interrupts, follow_parent
+from .model import Config, Problem, Resources, Trial, TrialState
+from .pool import deaf_to_interrupts
 from .spending import Spent
-
-
-class Answer(NamedTuple):
-    """What the child sends back: the result, the peak of GPU memory reserved so far in bytes, whether the child must be
-    replaced, and what it has spent its seconds on since the last answer."""
-
-    result: Any
-    peak_bytes: int
-    poisoned: bool
-    seconds: Mapping[str, float] = {}
-
 
 START_SECONDS = 180.0
 OPEN_SECONDS = 120.0
@@ -34,23 +23,6 @@ FINAL_SECONDS = 300.0
 STOP_SECONDS = 10.0
 KILL_SECONDS = 10.0
 """A process that waits in the driver for a GPU that no longer answers cannot be killed: it is given up."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the measuring process is and runs on; `versions` names tunegen, torch, triton, driver."""
-
-    silicon: Silicon
-    versions: dict[str, str]
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on; one that is not installed is left out."""
-    found = {}
-    for name in ("tunegen", "torch", "triton"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 @dataclass
@@ -91,10 +63,18 @@ class Worker:
             spare.connection.close()
             _end(spare.process, 0.0)
 
+    def launch(self) -> None:
+        """Begin to start the child, if there is none; `start` waits until it is there."""
+        if self._process is None:
+            self._ahead(self.target)
+
     def prepare(self) -> None:
         """Begin to start a child for later, while another one works: the next `start` then takes that."""
+        self._ahead(serve_later if self.target is serve else self.target)
+
+    def _ahead(self, target: Any) -> None:
         if self._spare is None:
-            self._spare = _Spare(*self._launch(serve_later if self.target is serve else self.target))
+            self._spare = _Spare(*self._launch(target))
 
     def foresee(self, problem: Problem) -> None:
         """Have the child that is for later compile what the finals of `problem` need, while this one measures."""
@@ -107,7 +87,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (target, theirs, self.device, self.seed)
-        process = context.Process(target=_following, args=arguments, daemon=True)
+        process = context.Process(target=following, args=arguments, daemon=True)
         with deaf_to_interrupts():
             process.start()
         theirs.close()
@@ -117,6 +97,7 @@ class Worker:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
         if self._process is None:
             spare, self._spare, self._opened = self._spare, None, None
+            beside = spare is not None and self.facts is not None  # it was started while another one worked
             child = spare or _Spare(*self._launch(self.target))
             self._process, self._connection = child.process, child.connection
             try:
@@ -127,7 +108,7 @@ class Worker:
                         self._receive(OPEN_SECONDS)
             except (EOFError, OSError, WorkerError) as error:  # TimeoutError is an OSError
                 self.stop()
-                if spare is not None:  # it may have been refused beside the first one, which has ended by now
+                if beside:  # it may have been refused for that one, which has ended by now
                     return self.start()
                 if isinstance(error, WorkerError):
                     raise
@@ -265,34 +246,3 @@ def _end(process: Any, patience: float) -> None:
     process.join(patience)
     process.kill()
     process.join(KILL_SECONDS)
-
-
-def _following(target: Any, *arguments: Any) -> None:
-    follow_parent()
-    target(*arguments)
-
-
-def serve_later(connection: Connection, device: int, seed: int) -> None:
-    """Body of a child that is started ahead."""
-    serve(connection, device, seed, spare=True)
-
-
-def serve(connection: Connection, device: int, seed: int, spare: bool = False) -> None:
-    """Body of the child: answer requests until the parent goes away. What it raises itself is sent as a WorkerError."""
-    from .compile import first_line
-    from .serving import Server
-
-    try:
-        server = Server(device, seed, spare)
-    except Exception as error:
-        connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
-        return
-    connection.send(server.facts)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            method, arguments = connection.recv()
-            try:
-                answer = getattr(server, method)(*arguments)
-            except Exception as error:
-                answer = WorkerError(first_line(error))
-            connection.send(answer)

@@ -10,9 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from .. import dispatch, paths
+from ..child import installed_versions
 from ..model import TORCH_FAMILY
 from ..serving import versions
-from ..worker import installed_versions
 from . import bf16, curves, double
 from .checks import Check, Norm, Say, silent, tunegens
 from .curves import Curves

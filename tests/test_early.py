@@ -1,0 +1,73 @@
+"""What a sweep starts before it imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from fake_gpu import FakeGpu
+
+from tunegen import early
+from tunegen.early import started_early
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine with a driver, whose measuring processes are stand-ins; `prepared` counts pools that start."""
+    gpu = FakeGpu(str(tmp_path / "log"))
+    monkeypatch.setattr(early, "DRIVERS", (tmp_path,))
+    monkeypatch.setattr(early, "Worker", gpu.worker_on)
+    monkeypatch.setattr("tunegen.pool.CompilePool.prepare", lambda self: prepared.append(self))
+    prepared = gpu.prepared = []
+    return gpu
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(None, 0), ("1", 1)])
+def test_one_measuring_process_is_started_and_is_the_one_that_measures(gpu, gpus, device):
+    with started_early(gpus, None, 7) as found:
+        assert found.worker.device == device
+        assert found.worker.seed == 7
+        assert gpu.prepared == [found.pool]
+        found.worker.start()
+        assert len(gpu.lines("start")) == 1
+
+
+def test_it_ends_with_the_sweep(gpu):
+    with started_early(None, None, 0) as found:
+        process = found.worker._spare.process
+    assert process.exitcode is not None
+
+
+@pytest.mark.parametrize(("gpus", "arch"), [(None, "sm_90"), ("all", None), ("0,1", None), ("x", None)])
+def test_nothing_is_started_for_other_sweeps(gpu, gpus, arch):
+    with started_early(gpus, arch, 0) as found:
+        assert found is None
+
+
+def test_nothing_is_started_without_a_driver(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(early, "DRIVERS", (tmp_path / "none",))
+    with started_early(None, None, 0) as found:
+        assert found is None
+
+
+def test_nothing_is_started_under_the_interpreter(gpu, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with started_early(None, None, 0) as found:
+        assert found is None
+
+
+def test_the_command_starts_them_before_it_imports_torch(tmp_path):
+    program = """
+import sys
+import tunegen.cli, tunegen.early
+
+def started(*options):
+    print(options, "torch" in sys.modules, "optuna" in sys.modules)
+    raise SystemExit(0)
+
+tunegen.cli.started_early = started
+tunegen.cli.main(["sweep", "--hidden", "64", "--seed", "3"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "(None, None, 3) False False\n"
