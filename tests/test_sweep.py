@@ -841,3 +841,32 @@ def test_compilers_work_ahead_of_the_batch_where_all_candidates_will_be_tried(be
     monkeypatch.setattr("tunegen.sweep.AHEAD", ahead)
     bench.sweep(budget=budget)
     assert (begun[0] > len(asked[0])) is more
+
+
+def test_compilers_work_at_the_next_problem_once_this_one_has_nothing_left_for_them(bench, monkeypatch):
+    """But not those of a problem that has more to compile than is asked for ahead."""
+    order = []
+    begin, told = CompilePool.begin, Told.trial
+    monkeypatch.setattr(CompilePool, "begin", lambda pool, *given: order.append(given) or begin(pool, *given))
+    monkeypatch.setattr(Told, "trial", lambda self, trial: order.append(trial) or told(self, trial))
+    monkeypatch.setattr("tunegen.sweep.BATCH", 4)
+    other = replace(PROBLEM, hidden=2 * PROBLEM.hidden)
+    bench.sweep([PROBLEM, other])
+    begun = [i for i, one in enumerate(order) if not isinstance(one, Trial) and one[0] == other and one[1]]
+    screened = [i for i, one in enumerate(order) if isinstance(one, Trial) and one.stage == "screen"]
+    own = [i for i in screened if order[i].problem == PROBLEM]
+    assert begun[0] < own[-2], "while its last candidates are measured"
+    assert any(i > own[-1] for i in begun)
+
+
+def test_problems_that_come_one_by_one_are_not_looked_for_ahead(bench):
+    given = []
+
+    def problems():
+        for problem in (PROBLEM, replace(PROBLEM, hidden=2 * PROBLEM.hidden)):
+            given.append(len(bench.told.trials))
+            yield problem
+
+    bench.sweep(problems())
+    assert given[0] == 0
+    assert given[1] > 10

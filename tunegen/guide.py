@@ -12,9 +12,10 @@ from typing import NamedTuple
 from .compile import timed_plan
 from .dispatch import triton_minor
 from .estimate import estimate_us
-from .model import PROTOCOL, Config, Problem, Silicon
+from .model import PROTOCOL, Config, Problem, Silicon, Trial
 from .ops import op_spec
-from .space import SearchSpace
+from .sampler import FamilySampler, Sampler
+from .space import SearchSpace, load_space
 from .store import Store
 
 SIZE = ("rows", "hidden")
@@ -69,3 +70,23 @@ def carried(space: SearchSpace, problem: Problem, silicon: Silicon, winners: Ite
         if winner.config.family in known:
             found += space.candidates(problem, silicon, winner.config.family, dict(winner.config.parameters))[:1]
     return list(dict.fromkeys(found))
+
+
+def make_sampler(
+    store: Store, problem: Problem, silicon: Silicon, seed: int, budget: int, standing: Sequence[Trial]
+) -> Sampler:
+    """The sampler of a problem, for `budget` candidates: it starts with the built-in default, winners of neighbouring
+    problems, the model's ranks, and the trials that stand, which count as tried."""
+    space = load_space(problem.op)
+    leading = [*carried(space, problem, silicon, neighbours(store, problem, silicon)), space.default(problem, silicon)]
+    seen = {t.config: t.measurement.score if t.measurement else None for t in standing}
+    families: dict[str, FamilySampler] = {}
+    for family in space.families(problem, silicon):
+        candidates = space.candidates(problem, silicon, family.name)
+        choices = space.choices(problem, silicon, family.name)
+        own = {c: seen[c] for c in candidates if c in seen}
+        first = [config for config in leading if config is not None and config.family == family.name]
+        if candidates:
+            ranks = ranked(problem, candidates, silicon)
+            families[family.name] = FamilySampler(candidates, choices, seed, first, own, ranks)
+    return Sampler(families, budget - sum(len(family.seen) for family in families.values()))
