@@ -242,10 +242,10 @@ def test_everything_that_changes_what_answers_backward_is_in_its_key():
         "weight_grad": [False],
         "dsum": [draw(ROWS, HIDDEN, dtype=BF16), draw(ROWS, HIDDEN)],
     }
-    assert set(changes) == set(inspect.signature(quick.key_of_backward).parameters) == set(usual)
+    assert set(changes) == set(inspect.signature(quick.find_backward).parameters) == set(usual)
     changes["x"].append(torch.empty(ROWS, HIDDEN, dtype=BF16, device="meta"))
     calls = [usual, *({**usual, name: value} for name, values in changes.items() for value in values)]
-    keys = [quick.key_of_backward(**call) for call in calls]
+    keys = [quick.find_backward(**call)[0] for call in calls]
     assert None not in keys
     assert len({*keys}) == len(keys)
 
@@ -487,14 +487,13 @@ def test_outputs_at_odd_addresses_take_the_long_way(stand_ins, which, shape, mon
     """No allocator of torch returns such, but one that is plugged in may."""
     case = given()
     train(**case), train(**case)
-    owner, name = (torch.Tensor, "new_empty") if which == "rstd" else (torch, "empty_like")
-    make = getattr(owner, name)
+    make = prepared.empty
 
-    def odd(*arguments, **named):
-        made = make(*arguments, **named)
-        return misaligned(made) if made.shape == shape else made
+    def odd(size, strides, dtype):
+        made = make(size, strides, dtype)
+        return misaligned(made) if size == shape else made
 
-    monkeypatch.setattr(owner, name, odd)
+    monkeypatch.setattr(prepared, "empty", odd)
     assert "official" in kinds(stand_ins, call=train, **case)
 
 
@@ -517,11 +516,11 @@ def test_a_workspace_that_must_be_zero_is_made_so_in_each_call(stand_ins):
     frame = prepared.Prepared(variant, given, {"x_row_stride": SPLIT.hidden}).frame(SPLIT.rows)
     wanted = [scratch.zero for scratch in variant.plan(SPLIT.rows).scratch.values()]
     assert True in wanted
-    assert [make.func is torch.zeros for make in frame.workspace] == wanted
+    assert [make.func is prepared.zeros for make in frame.workspace] == wanted
     values = [arguments[name].data_ptr() for name in tensors]
     stand_ins.launches.clear()
-    assert frame((*values, 1e-6))
-    assert [one[0] for one in stand_ins.launches] == ["bare"] * len(frame.launches)
+    assert frame.run(*values, 1e-6)
+    assert [one[0] for one in stand_ins.launches] == ["bare"] * len(variant.plan(SPLIT.rows).launches)
 
 
 def frames_of(entry):
@@ -667,7 +666,7 @@ def test_launches_of_many_row_counts_share_their_code(stand_ins):
     (kind,) = dispatch.quick.values()
     frames = kind.forward.frames.values()
     assert len(frames) == 3
-    assert len({launch.__code__ for frame in frames for launch in frame.launches}) == 1
+    assert len({frame.launches.__code__ for frame in frames}) == 1
 
 
 @pytest.mark.compiler
@@ -716,7 +715,7 @@ def test_a_kernel_that_is_not_loaded_is_left_to_the_long_way(stand_ins):
     case = given()
     rms_norm(**case), rms_norm(**case)
     ((kind,), before) = dispatch.quick.values(), len(stand_ins.compiled)
-    kind.forward.frames.clear(), kind.forward.variant.compiled.clear()
+    kind.forward.frames.clear(), kind.forward.variant.compiled.clear(), dispatch.quick.calls.clear()
     assert [kinds(stand_ins, **case) for _ in range(2)] == [{"official"}, {"bare"}]
     assert len(stand_ins.compiled) == before + 1
 

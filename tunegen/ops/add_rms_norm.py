@@ -19,6 +19,7 @@ from .memory import check_memory
 from .notes import note_torch
 
 Pair = tuple[Tensor, Tensor]
+unwrapped = norm.unwrapped
 
 
 class Contract(NamedTuple):
@@ -29,6 +30,10 @@ class Contract(NamedTuple):
     casting: str
     sum_in_fp32: bool
     policy: str | None
+
+
+OfCall = tuple[Contract, quick.Kind, quick.Call | None, Tensor | None]
+"""As that of rms_norm, with the contract in place of eps."""
 
 
 def add_rms_norm(
@@ -111,12 +116,13 @@ def _call(
             return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
         return by_torch(x, residual, weight, contract)
     table = dispatch.quick
-    known, kind = (None, None) if main_grad is not None else _find(x, residual, weight, contract)
-    if kind is not None:
-        if kind.graded:
-            y, total = _AddRMSNorm.apply(x, residual, weight, contract._replace(policy=kind.policy), kind, None)
+    known, call = (None, None) if main_grad is not None else _find(x, residual, weight, contract)
+    if call is not None:
+        if call.kind.graded:
+            tensors = unwrapped(x), unwrapped(residual), None if weight is None else unwrapped(weight)
+            y, total = _apply(*tensors, (contract, call.kind, call, None))
             return y, total
-        if (done := quick.add_forward(kind, x, residual, weight, contract.eps)) is not None:
+        if (done := quick.add_forward(call, x, residual, weight, contract.eps)) is not None:
             return done[0]
     _check(x, residual, weight, contract)
     if main_grad is not None:
@@ -140,7 +146,7 @@ def _call(
 
 def _find(
     x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
-) -> tuple[quick.Values | None, quick.Kind | None]:
+) -> tuple[quick.Values | None, quick.Call | None]:
     """`quick.find` with what the residual and `sum_in_fp32` decide."""
     eps, offset, casting, sum_in_fp32, policy = contract
     if (
@@ -173,7 +179,8 @@ def _long_way(
     kind = quick.Kind(offset, casting, policy, save_rstd, graded)
     if not graded:
         return _forward(x, residual, weight, contract, save_rstd)[0], kind
-    y, total = _AddRMSNorm.apply(x, residual, weight, contract, kind, main_grad)
+    contract = contract._replace(eps=float(contract.eps))
+    y, total = _AddRMSNorm.apply(x, residual, weight, (contract, kind, None, main_grad))
     return (y, total), kind
 
 
@@ -188,16 +195,16 @@ def _into(
 ) -> Pair:
     """Without a gradient, written to `out`, whose tensors are called `names`; `instead` does not write there."""
     if not torch.compiler.is_compiling():
-        _, kind = _find(x, residual, weight, contract)
-        if kind is None:
+        _, call = _find(x, residual, weight, contract)
+        if call is None:
             _check(x, residual, weight, contract)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(f"out must be a pair of tensors, for y and the sum, got {type(out).__name__}")
         for name, tensor in zip(names, out, strict=True):
             check_out(name, tensor, x, (x, residual, weight), instead)
         check_memory(dict(zip(names, out, strict=True)), {"x": x, "residual": residual, "weight": weight})
-        if kind is not None and all(type(t) in PLAIN_TENSORS and t.is_contiguous() for t in out):
-            done = quick.add_forward(kind, x, residual, weight, contract.eps, out)
+        if call is not None and all(type(t) in PLAIN_TENSORS and t.is_contiguous() for t in out):
+            done = quick.add_forward(call, x, residual, weight, contract.eps, out)
             if done is not None:
                 return written(out[0]), written(out[1])
         policy = dispatch.policy_of(contract.policy)
@@ -256,20 +263,13 @@ def _forward_key(x: Tensor, weight: Tensor | None, contract: Contract) -> Key:
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        contract: Contract,
-        kind: quick.Kind,
-        main_grad: Tensor | None,
-    ) -> Pair:
-        done = quick.add_forward(kind, x, residual, weight, contract.eps)
-        (y, total), rstd = done or _forward(x, residual, weight, contract, kind.save_rstd)
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, of_call: OfCall) -> Pair:
+        contract, kind, call, _ = ctx.of_call = of_call
+        done = None if call is None else quick.add_forward(call, x, residual, weight, contract.eps)
+        if done is None:
+            done = _forward(x, residual, weight, contract._replace(policy=kind.policy), kind.save_rstd)
+        (y, total), rstd = done
         ctx.save_for_backward(total, weight, rstd)
-        ctx.contract = contract
-        ctx.main_grad = main_grad if ctx.needs_input_grad[2] else None  # not saved: it changes until backward
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
@@ -279,11 +279,13 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
-        eps, offset, casting, _, policy = ctx.contract
-        weight_grad = ctx.needs_input_grad[2]
+        contract, kind, _, main_grad = ctx.of_call
+        eps, (offset, casting, policy, *_) = contract.eps, kind
+        x_grad, residual_grad, weight_grad, _ = ctx.needs_input_grad
         dx: Tensor | None
-        main_grad = asked_for(ctx.main_grad, ctx, 2)
-        not_differentiated(main_grad)
+        if main_grad is not None:
+            main_grad = asked_for(main_grad if weight_grad else None, ctx, 2)
+            not_differentiated(main_grad)
         if dy is None:
             dx, dw = dsum, None
         elif torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
@@ -293,5 +295,8 @@ class _AddRMSNorm(torch.autograd.Function):
                 rstd = norm.rstd_by_torch(total, eps)
             of_call = eps, offset, casting, weight_grad, policy
             dx, dw = norm.backward(dy, total, weight, rstd, *of_call, dsum, main_grad)
-        of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
-        return of_x, of_residual, dw, None, None, None
+        return dx if x_grad else None, dx if residual_grad else None, dw, None
+
+
+# As `apply` of rms_norm's.
+_apply: Any = super(torch.autograd.Function, _AddRMSNorm).apply
