@@ -192,7 +192,7 @@ def key_of(x, weight, eps=1e-6, offset=0.0, casting="fp32", policy=None):
 
 def test_every_argument_is_thought_of():
     assert set(CHANGES) == set(inspect.signature(rms_norm).parameters), "a new argument: does it change what answers?"
-    assert set(inspect.signature(quick.find).parameters) - {"more"} == set(CHANGES) - {"out", "main_grad"}
+    assert set(inspect.signature(quick.find).parameters) - {"more", "residual"} == set(CHANGES) - {"out", "main_grad"}
 
 
 @pytest.mark.parametrize("change", CASES)
@@ -248,6 +248,107 @@ def test_everything_that_changes_what_answers_backward_is_in_its_key():
     keys = [quick.find_backward(**call)[0] for call in calls]
     assert None not in keys
     assert len({*keys}) == len(keys)
+
+
+def becomes(change):
+    """A change of a tensor under the same identity."""
+
+    def changed(tensor):
+        tensor.data = change(tensor.data)
+
+    return changed
+
+
+IN_PLACE = {
+    "dtype": becomes(torch.Tensor.float),
+    "strides": becomes(lambda t: torch.stack([t, t], -1)[..., 0]),
+    "shape": becomes(lambda t: t[: len(t) // 2].clone()),
+    "address": becomes(misaligned),
+    "gradient": torch.Tensor.requires_grad_,
+}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("which", ["x", "residual", "weight"])
+def test_a_tensor_that_changed_under_the_same_identity_is_not_taken_for_what_it_was(stand_ins, which, change):
+    """A call is asked for by what its tensors are now, not by who they are."""
+    case, call = (given(), rms_norm) if which != "residual" else (given_add(), add_rms_norm)
+    assert [kinds(stand_ins, call=call, **case) for _ in range(3)] == [{"official"}, {"bare"}, {"bare"}]
+    IN_PLACE[change](case[which])
+    if (which, change) in {("residual", "dtype"), ("residual", "shape"), ("weight", "shape")}:
+        with pytest.raises((TypeError, ValueError), match=f"{which} must"):
+            call(**case)
+    else:
+        assert kinds(stand_ins, call=call, **case) == {"official"}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("which", ["dy", "x", "weight", "dsum"])
+@pytest.mark.parametrize("change", ["dtype", "strides", "address"])
+def test_nor_in_backward(stand_ins, which, change):
+    case = given_add(dy=draw(ROWS, HIDDEN, dtype=BF16, seed=2), dsum=draw(ROWS, HIDDEN, dtype=BF16, seed=3))
+    tensors = {name: case[name].clone() for name in ("dy", "x", "weight", "dsum")}
+
+    def backward():
+        contract = {"eps": 1e-6, "offset": 0.0, "casting": "fp32", "policy": "fastest"}
+        OP_MODULE.backward(rstd=torch.ones(ROWS), weight_grad=True, **contract, **tensors)
+
+    assert [{one[0] for one in ways(stand_ins, backward)} for _ in range(3)] == [{"official"}, {"bare"}, {"bare"}]
+    IN_PLACE[change](tensors[which])
+    assert {one[0] for one in ways(stand_ins, backward)} == {"official"}
+
+
+@pytest.mark.compiler
+def test_kinds_that_share_a_shape_are_told_apart(stand_ins):
+    """In turns, by dtype and by who wants a gradient: each time the kernel of its own first call."""
+    x, w = draw(ROWS, HIDDEN, dtype=BF16), weight_of(HIDDEN, BF16)
+    calls = [(x, w), (x.half(), w), (x, w.float()), (x, torch.nn.Parameter(w)), (x.clone().requires_grad_(), w)]
+    first = [ways(stand_ins, rms_norm, *call) for call in calls]
+    for _ in range(2):
+        for call, official in zip(calls, first, strict=True):
+            again = ways(stand_ins, rms_norm, *call)
+            assert {one[0] for one in again} == {"bare"}
+            assert no_addresses(again) == no_addresses(official)
+
+
+@pytest.mark.compiler
+def test_a_tensor_given_twice_takes_the_short_way(stand_ins):
+    """As dy and dsum are where y and the sum are added."""
+    case = given_add()
+
+    def train():
+        y, total = add_rms_norm(case["x"].clone().requires_grad_(), case["residual"], case["weight"])
+        dy = torch.ones_like(y)
+        torch.autograd.backward([y, total], [dy, dy])
+
+    twice = {**case, "x": case["residual"]}
+    train(), add_rms_norm(**twice)
+    for _ in range(2):
+        assert kinds(stand_ins, call=train) == kinds(stand_ins, call=add_rms_norm, **twice) == {"bare"}
+
+
+@pytest.mark.compiler
+def test_calls_at_hand_are_few_and_keep_no_tensor(stand_ins, monkeypatch):
+    monkeypatch.setattr(quick, "MOST_CALLS", 3)
+    case = given()
+    for rows in (5, 6, 7, 8, 5, 6, 7, 8):
+        rms_norm(draw(rows, HIDDEN, dtype=BF16), case["weight"])
+        assert len(dispatch.quick.calls) <= 3
+    kept = weakref.ref(case["weight"])
+    del case
+    assert kept() is None
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_results_belong_to_the_mode_of_the_call(stand_ins, mode):
+    x, w = draw(2, 1, HIDDEN, dtype=BF16), torch.nn.Parameter(weight_of(HIDDEN, BF16))
+    with mode():
+        long, *short = (rms_norm(x, w) for _ in range(3))
+    assert stand_ins.launches[-1][0] == "bare"
+    told = [(y.is_inference(), y.requires_grad, y.stride()) for y in (long, *short)]
+    assert len({*told}) == 1
 
 
 @pytest.mark.compiler

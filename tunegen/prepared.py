@@ -31,6 +31,8 @@ MOST_ROW_COUNTS = 16
 ONE = (1,)
 """The strides of a vector."""
 
+# What compiled graphs ask of their inputs, in one question.
+TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 # What torch.cuda.current_device and Triton's driver call, less their layers of Python; and what Inductor's code makes
 # tensors with, on the current device: sizes, strides, dtype. Absent from builds for the CPU.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -68,19 +70,23 @@ class Frame:
 
 
 class Call:
-    """Calls of one kind and one shape, of which nothing is left to find out but addresses: how to run them on `device`,
-    and the outputs. `size`, `strides` and `dtype` are those of x, `width` (N) and `weight_dtype` those of the weight,
-    `height` (M) and `summed` those of rstd. `kind` is what the caller knows of them."""
+    """Calls of one kind and one shape, of which nothing is left to find out but addresses.
 
-    __slots__ = (
-        "device", "dtype", "height", "kind", "run", "size", "strides", "summed", "weight_dtype", "width"
-    )  # fmt: skip
+    `fits(*given)`: whether tensors are like those that were given, of their types, dtypes, devices, shapes and strides,
+    with a gradient or without, under the same transforms; it keeps none of them, and turns down one given twice. `kind`
+    is what the caller knows of such calls; `run` launches them on `device`. For outputs: `size`, `strides` and `dtype`
+    of x, `width` (N) of the weight, `height` (M) and `summed`, the dtype, of rstd.
+    """
 
-    def __init__(self, kind: Any, prepared: Prepared, run: Run, x: Tensor, weight: Tensor | None) -> None:
+    __slots__ = ("device", "dtype", "fits", "height", "kind", "run", "size", "strides", "summed", "width")
+
+    def __init__(self, kind: Any, prepared: Prepared, run: Run, given: Sequence[Tensor], x: Tensor) -> None:
+        sizes, strides = [[*tensor.shape] for tensor in given], [[*tensor.stride()] for tensor in given]
+        self.fits = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         self.kind, self.run, self.device = kind, run, prepared.variant.device.index or 0
         self.size, self.strides, self.dtype = tuple(x.shape), _contiguous(x.shape), x.dtype
         self.width, self.height = (prepared.hidden,), (x.numel() // prepared.hidden,)
-        self.summed, self.weight_dtype = prepared.summed, None if weight is None else weight.dtype
+        self.summed = prepared.summed
 
 
 class Table(dict[tuple[Any, ...], Any]):
@@ -111,11 +117,10 @@ class Prepared:
         self.summed = DTYPES[variant.accumulate]
         self.frames: dict[int, Frame] = {}
 
-    def call(self, kind: Any, x: Tensor, weight: Tensor | None) -> Call | None:
-        """Ready to be run for tensors like these; None where their kernels are not loaded yet, or must be launched
-        otherwise."""
+    def call(self, kind: Any, given: Sequence[Tensor], x: Tensor) -> Call | None:
+        """Ready to be run for tensors like those that are given, one of them x; None where there is no `frame`."""
         frame = self.frame(x.numel() // self.hidden)
-        return None if frame is None else Call(kind, self, frame.run, x, weight)
+        return None if frame is None else Call(kind, self, frame.run, given, x)
 
     def frame(self, rows: int) -> Frame | None:
         """The launches for `rows` rows, which `frames` may have already; None where their kernels are not loaded yet,

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import dispatch, reference
 from ..key import Key
 from ..policies import INVARIANT
+from ..prepared import Call
 from . import quick, registered
 from . import rms_norm as norm
 from .arguments import PLAIN_TENSORS, check, check_like, check_out, is_distributed, written
@@ -19,7 +20,6 @@ from .memory import check_memory
 from .notes import note_torch
 
 Pair = tuple[Tensor, Tensor]
-unwrapped = norm.unwrapped
 
 
 class Contract(NamedTuple):
@@ -32,7 +32,7 @@ class Contract(NamedTuple):
     policy: str | None
 
 
-OfCall = tuple[Contract, quick.Kind, quick.Call | None, Tensor | None]
+OfCall = tuple[Contract, quick.Kind, Call | None, Tensor | None]
 """As that of rms_norm, with the contract in place of eps."""
 
 
@@ -108,7 +108,7 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contrac
 def _call(
     x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, main_grad: Tensor | None = None
 ) -> Pair:
-    if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+    if norm.is_traced() or torch.compiler._is_compiling_flag:  # traced: Inductor fuses the two by itself
         not_traced(main_grad)
         policy = dispatch.policy_of(contract.policy, traced=True)
         if policy == INVARIANT and not contract.sum_in_fp32:  # an addition depends on nothing else, a traced norm may
@@ -119,8 +119,7 @@ def _call(
     known, call = (None, None) if main_grad is not None else _find(x, residual, weight, contract)
     if call is not None:
         if call.kind.graded:
-            tensors = unwrapped(x), unwrapped(residual), None if weight is None else unwrapped(weight)
-            y, total = _apply(*tensors, (contract, call.kind, call, None))
+            y, total = _apply(x, residual, weight, (contract, call.kind, call, None))
             return y, total
         if (done := quick.add_forward(call, x, residual, weight, contract.eps)) is not None:
             return done[0]
@@ -145,20 +144,13 @@ def _call(
 
 
 def _find(
-    x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
-) -> tuple[quick.Values | None, quick.Call | None]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, contract: Contract
+) -> tuple[quick.Values | None, Call | None]:
     """`quick.find` with what the residual and `sum_in_fp32` decide."""
     eps, offset, casting, sum_in_fp32, policy = contract
-    if (
-        type(x) not in PLAIN_TENSORS
-        or type(residual) not in PLAIN_TENSORS
-        or not residual.is_contiguous()
-        or residual.shape != x.shape
-        or sum_in_fp32.__class__ is not bool
-    ):
+    if residual is None or sum_in_fp32.__class__ is not bool:
         return None, None
-    graded = torch.is_grad_enabled() and residual.requires_grad
-    return quick.find(x, weight, eps, offset, casting, policy, (sum_in_fp32, residual.dtype, residual.device, graded))
+    return quick.find(x, weight, eps, offset, casting, policy, sum_in_fp32, residual)
 
 
 def _long_way(
@@ -298,5 +290,4 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx if x_grad else None, dx if residual_grad else None, dw, None
 
 
-# As `apply` of rms_norm's.
-_apply: Any = super(torch.autograd.Function, _AddRMSNorm).apply
+_apply = quick.bare_apply(_AddRMSNorm)

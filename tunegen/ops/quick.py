@@ -9,6 +9,7 @@ change put a new, empty table in place of the old one (`dispatch`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ Pair = tuple[Tensor, Tensor]
 Values = tuple[Any, ...]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
+unwrapped: Any = torch._C._functorch.unwrap_if_dead
 is_grad_enabled: Any = torch.is_grad_enabled
 is_deterministic: Any = torch._C._get_deterministic_algorithms
 in_context: Any = policies._POLICY.get
@@ -70,50 +72,59 @@ def find(
     offset: float,
     casting: str,
     policy: str | None,
-    more: Values | None = None,
+    more: Any = None,
+    residual: Tensor | None = None,
 ) -> tuple[Values | None, Call | None]:
-    """A key of all that decides what answers, none for an unusual call; or the call itself, if it is of a kind and may
-    be run the short way now. eps, which every kernel is given, is not in the key, and of the row count its bucket is.
-    `more`: what else decides, beside the arguments of `rms_norm`."""
+    """A key of all that decides what answers, none for an unusual call; or the call itself, if it may be run the short
+    way now. eps, which every kernel is given, is not in the key, and of the row count its bucket is. `more`: what else
+    decides, beside the arguments of `rms_norm`; a `residual` is as usual as x and of its shape."""
     if (
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
         or not 0.0 <= eps <= LARGEST
         or offset.__class__ not in NUMBERS  # True equals 1.0, but is refused
-        or not x.is_contiguous()
         or transform() is not None
         or forward_ad._current_level >= 0
         or paths.disabled()
     ):
         return None, None
-    graded = is_grad_enabled()
-    if weight is None:
-        of_weight: Values = (None,)
-    elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-        return None, None
-    else:
-        of_weight = weight.dtype, weight.device, weight.shape, graded and weight.requires_grad
-    around = in_context(), policies._ENVIRONMENT, is_deterministic()
-    of_x = x.dtype, x.device, graded and x.requires_grad
-    key: Values = offset, casting, policy, around, more, of_x, of_weight, x.shape
-    table = dispatch.quick
+    table, graded = dispatch.quick, is_grad_enabled()
+    of_call: Values = offset, casting, policy, more, in_context(), policies._ENVIRONMENT, is_deterministic()
+    key: Values = of_call, graded, weight is None, x.shape
     try:
         call = table.calls.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
         return None, None
-    return _of_kind(table, key, x, weight) if call is None else (None, call)
-
-
-def _of_kind(table: Table, key: Values, x: Tensor, weight: Tensor | None) -> tuple[Values | None, Call | None]:
-    """The key with the bucket of the row count in place of x's shape, its last; and the call, if its kind is known."""
-    *others, shape = key
-    elements = x.numel()
-    if not elements or not shape:
+    given = (x,) if weight is None else (x, weight)
+    if residual is not None:
+        given = *given, residual
+    if call is not None and call.fits(*given):
+        return None, call
+    if not _are_usual(given) or (residual is not None and residual.shape != x.shape):
         return None, None
-    known = *others, shape[-1], (elements // shape[-1] - 1).bit_length()
+    beside = [(t.dtype, t.device, graded and t.requires_grad) for t in given]
+    return _of_kind(table, key, (*of_call, *beside), x, weight, given)
+
+
+def _are_usual(tensors: Iterable[Tensor]) -> bool:
+    """Plain tensors in standard layout, none of which a transform has left behind: such a one has no address."""
+    return all(type(t) in PLAIN_TENSORS and t.is_contiguous() and unwrapped(t) is t for t in tensors)
+
+
+def _of_kind(
+    table: Table, key: Values, others: Values, x: Tensor, weight: Tensor | None, given: Sequence[Tensor]
+) -> tuple[Values | None, Call | None]:
+    """What `find` returns where no call under `key` fits the tensors that are given: `others`, what x and the weight
+    decide, and the bucket of the row count; and the call, kept for the next one, if its kind is known."""
+    elements = x.numel()
+    if not elements or not x.dim():
+        return None, None
+    hidden = x.shape[-1]
+    of_weight = None if weight is None else (weight.dtype, weight.device, weight.shape)
+    known: Values = *others, x.dtype, x.device, hidden, (elements // hidden - 1).bit_length(), of_weight
     found = table.get(known)
     kind, ready = (found, found.forward) if isinstance(found, Kind) else (None, found)
-    call = None if ready is None else ready.call(kind, x, weight)
+    call = None if ready is None else ready.call(kind, given, x)
     if call is not None:
         if len(table.calls) >= MOST_CALLS:
             table.calls.clear()
@@ -175,27 +186,21 @@ def find_backward(
 ) -> tuple[Values | None, Call | None]:
     """As `find`, of all that decides what a backward launches; `contract` has offset, casting and policy of its
     forward."""
-    if (
-        type(dy) not in PLAIN_TENSORS
-        or type(x) not in PLAIN_TENSORS
-        or not dy.is_contiguous()
-        or not x.is_contiguous()
-        or transform() is not None
-    ):
+    if type(x) not in PLAIN_TENSORS or transform() is not None:
         return None, None
-    if weight is None:
-        of_weight: Values = (None,)
-    elif type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-        return None, None
-    else:
-        of_weight = weight.dtype, weight.device, weight.shape
-    if dsum is not None and (type(dsum) not in PLAIN_TENSORS or not dsum.is_contiguous()):
-        return None, None
-    others = weight_grad, rstd is None, dy.dtype, None if dsum is None else dsum.dtype, x.dtype, x.device
-    key: Values = contract, others, of_weight, x.shape
+    apart = None if dsum is None else dsum is not dy  # `fits` turns down a tensor that is given twice
+    key: Values = contract, weight_grad, rstd is None, weight is None, apart, x.shape
     table = dispatch.quick
     call = table.calls.get(key)
-    return _of_kind(table, key, x, weight) if call is None else (None, call)
+    given = (dy, x) if weight is None else (dy, x, weight)
+    if apart:
+        given = *given, dsum
+    if call is not None and call.fits(*given):
+        return None, call
+    if not _are_usual(given):
+        return None, None
+    others = contract, weight_grad, rstd is None, dy.dtype, None if dsum is None else dsum.dtype
+    return _of_kind(table, key, others, x, weight, given)
 
 
 def backward(
@@ -216,7 +221,7 @@ def backward(
     if weight is not None:
         weight_at = weight.data_ptr()
         if weight_grad:
-            dw = prepared.empty(call.width, ONE, call.weight_dtype)
+            dw = prepared.empty(call.width, ONE, weight.dtype)
             dw_at = dw.data_ptr()
     # Written out: a loop over the names takes longer, in every call.
     x_at, dy_at, dx_at = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
@@ -224,6 +229,13 @@ def backward(
     if (x_at | weight_at | dy_at | rstd_at | dx_at | dw_at | dsum_at) & MISALIGNED:
         return None
     return (dx, dw) if call.run(x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, dsum_at, eps) else None
+
+
+def bare_apply(function: Any) -> Any:
+    """`apply` of an autograd function as it is from torch 2.14 on: before, it was wrapped in Python that looks for
+    transforms, as `find` has. And autograd calls its backward, not Python of torch that looks for a `vjp` first."""
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
 
 
 def is_new(table: Table, key: Values | None) -> bool:

@@ -15,6 +15,7 @@ from ..key import Key
 from ..key import key_of as key_of
 from ..model import RMS_NORM
 from ..policies import INVARIANT
+from ..prepared import Call
 from . import quick, registered
 from .arguments import bound, check, check_out, is_distributed, written
 from .arguments import has_kernels as has_kernels
@@ -26,10 +27,9 @@ from .main_grad import adding_to, asked_for, check_main_grad, not_differentiated
 from .memory import check_memory
 from .notes import give_way, note_torch
 
-is_traced, unwrapped = torch.compiler.is_dynamo_compiling, torch._C._functorch.unwrap_if_dead
-OfCall = tuple[float, quick.Kind, quick.Call | None, Tensor | None]
-"""eps, the kind of a call and the call itself if it is known, main_grad: autograd passes it on as it is. The last is not
-saved: it changes until backward."""
+is_traced = torch.compiler.is_dynamo_compiling
+OfCall = tuple[float, quick.Kind, Call | None, Tensor | None]
+"""eps; kind, and call if that is known; main_grad, which is not saved since it changes until backward."""
 ADD_RMS_NORM = "add_rms_norm"
 """The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
 
@@ -83,14 +83,14 @@ def _call(
     policy: str | None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    if is_traced() or torch.compiler._is_compiling_flag:  # torch.compiler.is_compiling(), less a layer of Python
+    if is_traced() or torch.compiler._is_compiling_flag:  # torch.compiler.is_compiling() takes twice as long
         not_traced(main_grad)
         return _traced(x, weight, eps, offset, casting, policy)
     table = dispatch.quick
     known, call = (None, None) if main_grad is not None else quick.find(x, weight, eps, offset, casting, policy)
     if call is not None:
         if call.kind.graded:
-            y: Tensor = _apply(unwrapped(x), None if weight is None else unwrapped(weight), (eps, call.kind, call, None))
+            y: Tensor = _apply(x, weight, (eps, call.kind, call, None))
             return y
         if (done := quick.forward(call, x, weight, eps)) is not None:
             return done[0]
@@ -210,10 +210,8 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted and there is no `main_grad` to add it to; with `dsum`, which is added to dx, by the
     kernels of add_rms_norm."""
-    table, contract = dispatch.quick, (offset, casting, policy)
-    known, call = None, None
-    if main_grad is None:
-        known, call = quick.find_backward(dy, x, weight, rstd, contract, weight_grad, dsum)
+    table, of_call = dispatch.quick, (dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
+    known, call = (None, None) if main_grad is not None else quick.find_backward(*of_call)
     if call is not None and (done := quick.backward(call, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
         return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -296,6 +294,5 @@ class _RMSNorm(torch.autograd.Function):
         return dx if x_grad else None, dw, None
 
 
-# As `apply` is from torch 2.14 on. Before, it was wrapped in Python that looks for transforms, as `quick.find` has.
-_apply: Any = super(torch.autograd.Function, _RMSNorm).apply
+_apply = quick.bare_apply(_RMSNorm)
 registered.register(sys.modules[__name__])
