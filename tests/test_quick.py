@@ -300,6 +300,21 @@ def test_nor_in_backward(stand_ins, which, change):
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("call", [rms_norm, train, add_rms_norm, "train_add"])
+def test_a_call_like_one_at_hand_builds_no_key(stand_ins, call, monkeypatch):
+    call, case = (train_add, given_add()) if call == "train_add" else (call, given())
+    case = given_add() if call is add_rms_norm else case
+    call(**case), call(**case)
+    monkeypatch.setattr(quick, "_of_kind", lambda *_: pytest.fail("it asks one by one"))
+    assert kinds(stand_ins, call=call, **case) == {"bare"}
+
+
+@pytest.mark.parametrize("function", [OP_MODULE._RMSNorm, ADD_MODULE._AddRMSNorm])
+def test_autograd_calls_backward_itself(function):
+    assert function._backward_cls.apply is function.backward
+
+
+@pytest.mark.compiler
 def test_kinds_that_share_a_shape_are_told_apart(stand_ins):
     """In turns, by dtype and by who wants a gradient: each time the kernel of its own first call."""
     x, w = draw(ROWS, HIDDEN, dtype=BF16), weight_of(HIDDEN, BF16)
