@@ -69,7 +69,7 @@ def add_rms_norm(
 
     The norm is that of Zhang and Sennrich 2019, arXiv:1910.07467; the fusion is known from flash-attn and vLLM.
     """
-    contract = Contract(eps, offset, casting, sum_in_fp32, policy)
+    contract = tuple.__new__(Contract, (eps, offset, casting, sum_in_fp32, policy))  # less a layer of Python
     if out is not None:
         return _into(out, x, residual, weight, contract)
     return _call(x, residual, weight, contract, main_grad)
@@ -264,7 +264,8 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.save_for_backward(total, weight, rstd)
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
         ctx.set_materialize_grads(False)
-        if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
+        x_grad, residual_grad, *_ = ctx.needs_input_grad
+        if not (x_grad or residual_grad):  # the sum does not depend on the weight
             ctx.mark_non_differentiable(total)
         return y, total
 
@@ -272,7 +273,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
         contract, kind, _, main_grad = ctx.of_call
-        eps, (offset, casting, policy, *_) = contract.eps, kind
+        eps, (offset, casting, policy) = contract.eps, kind[:3]
         x_grad, residual_grad, weight_grad, _ = ctx.needs_input_grad
         dx: Tensor | None
         if main_grad is not None:

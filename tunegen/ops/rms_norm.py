@@ -282,7 +282,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         eps, kind, _, main_grad = ctx.of_call
-        offset, casting, policy, *_ = kind  # the thread that runs this has no policy of its own
+        offset, casting, policy = kind[:3]  # the thread that runs this has no policy of its own
         x_grad, weight_grad, _ = ctx.needs_input_grad
         if main_grad is not None:
             main_grad = asked_for(main_grad if weight_grad else None, ctx, 1)
