@@ -102,8 +102,8 @@ def find(
         return None, call
     if not _are_usual(given) or (residual is not None and residual.shape != x.shape):
         return None, None
-    beside = [(t.dtype, t.device, graded and t.requires_grad) for t in given]
-    return _of_kind(table, key, (*of_call, *beside), x, weight, given)
+    grads = [graded and t.requires_grad for t in given]
+    return _of_kind(table, key, (*of_call, *grads), x, weight, given)
 
 
 def _are_usual(tensors: Iterable[Tensor]) -> bool:
@@ -114,14 +114,14 @@ def _are_usual(tensors: Iterable[Tensor]) -> bool:
 def _of_kind(
     table: Table, key: Values, others: Values, x: Tensor, weight: Tensor | None, given: Sequence[Tensor]
 ) -> tuple[Values | None, Call | None]:
-    """What `find` returns where no call under `key` fits the tensors that are given: `others`, what x and the weight
-    decide, and the bucket of the row count; and the call, kept for the next one, if its kind is known."""
+    """What `find` returns where no call under `key` fits the tensors that are given: `others`, what the tensors decide,
+    and the bucket of the row count; and the call, kept for the next one, if its kind is known."""
     elements = x.numel()
     if not elements or not x.dim():
         return None, None
     hidden = x.shape[-1]
-    of_weight = None if weight is None else (weight.dtype, weight.device, weight.shape)
-    known: Values = *others, x.dtype, x.device, hidden, (elements // hidden - 1).bit_length(), of_weight
+    sizes = hidden, (elements // hidden - 1).bit_length(), None if weight is None else weight.shape
+    known: Values = *others, *sizes, *[(t.dtype, t.device) for t in given]
     found = table.get(known)
     kind, ready = (found, found.forward) if isinstance(found, Kind) else (None, found)
     call = None if ready is None else ready.call(kind, given, x)
@@ -199,8 +199,7 @@ def find_backward(
         return None, call
     if not _are_usual(given):
         return None, None
-    others = contract, weight_grad, rstd is None, dy.dtype, None if dsum is None else dsum.dtype
-    return _of_kind(table, key, others, x, weight, given)
+    return _of_kind(table, key, key[:-1], x, weight, given)
 
 
 def backward(
