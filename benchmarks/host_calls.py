@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunegen import RMSNorm, dispatch, rms_norm
+from tunegen import RMSNorm, dispatch, prepared, rms_norm
 from tunegen.model import rows_bucket
 from tunegen.ops import quick, registered
 
@@ -114,19 +114,19 @@ def parts(given: Tensors) -> dict[str, Call]:
     short one is taken here."""
     usual = (given.x, given.weight, EPS, 0.0, "fp32", None)
     rms_norm(given.x, given.weight, EPS)
-    key, kind = quick.find(*usual)
-    table = dispatch.quick
+    quick.find(*usual)  # from its kind it makes the call
+    _, call = quick.find(*usual)
     found: dict[str, Call] = {
         "checks, key, look-up": lambda: quick.find(*usual),
-        "look-up alone": lambda: table.get(key),
-        "allocation": lambda: torch.empty_like(given.x),
+        "torch.empty_like": lambda: torch.empty_like(given.x),
         "autograd": partial(both, lambda x, w: Nothing.apply(x, w, EPS, None), given),
     }
-    frame = kind.forward.frame(len(given.x)) if kind is not None and kind.forward is not None else None
-    if frame is not None:
+    if call is not None:
         y = torch.empty_like(given.x)
         values = (given.x.data_ptr(), given.weight.data_ptr(), y.data_ptr(), 0, EPS)
-        found["launch"] = lambda: (frame(values), y)
+        found["fits alone"] = lambda: call.fits(given.x, given.weight)
+        found["allocation"] = lambda: prepared.empty(call.size, call.strides, call.dtype)
+        found["launch"] = lambda: (call.run(*values), y)
     return found
 
 

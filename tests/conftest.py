@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _no_short_way() -> None:
     """What an earlier test called takes no way past what this one puts in place of a part of the long way."""
     if dispatch := sys.modules.get("tunegen.dispatch"):
-        dispatch.quick = {}
+        dispatch.quick = dispatch.Table()
 
 
 @pytest.fixture(autouse=True)

@@ -74,6 +74,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(launch, "compile_launch", compile_launch)
     monkeypatch.setattr(prepared, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(prepared, "current_device", lambda: found.device)
+    monkeypatch.setattr(prepared, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, *others: x.numel() > 0)
     monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key(*args, **named)._replace(device=0))
     monkeypatch.setattr(dispatch, "Choice", lambda p, config, why, device, stored: choice(p, config, why, cpu, stored))

@@ -192,7 +192,7 @@ def key_of(x, weight, eps=1e-6, offset=0.0, casting="fp32", policy=None):
 
 def test_every_argument_is_thought_of():
     assert set(CHANGES) == set(inspect.signature(rms_norm).parameters), "a new argument: does it change what answers?"
-    assert set(inspect.signature(quick.find).parameters) - {"more"} == set(CHANGES) - {"out", "main_grad"}
+    assert set(inspect.signature(quick.find).parameters) - {"more", "residual"} == set(CHANGES) - {"out", "main_grad"}
 
 
 @pytest.mark.parametrize("change", CASES)
@@ -242,12 +242,128 @@ def test_everything_that_changes_what_answers_backward_is_in_its_key():
         "weight_grad": [False],
         "dsum": [draw(ROWS, HIDDEN, dtype=BF16), draw(ROWS, HIDDEN)],
     }
-    assert set(changes) == set(inspect.signature(quick.key_of_backward).parameters) == set(usual)
+    assert set(changes) == set(inspect.signature(quick.find_backward).parameters) == set(usual)
     changes["x"].append(torch.empty(ROWS, HIDDEN, dtype=BF16, device="meta"))
     calls = [usual, *({**usual, name: value} for name, values in changes.items() for value in values)]
-    keys = [quick.key_of_backward(**call) for call in calls]
+    keys = [quick.find_backward(**call)[0] for call in calls]
     assert None not in keys
     assert len({*keys}) == len(keys)
+
+
+def becomes(change):
+    """A change of a tensor under the same identity."""
+
+    def changed(tensor):
+        tensor.data = change(tensor.data)
+
+    return changed
+
+
+IN_PLACE = {
+    "dtype": becomes(torch.Tensor.float),
+    "strides": becomes(lambda t: torch.stack([t, t], -1)[..., 0]),
+    "shape": becomes(lambda t: t[: len(t) // 2].clone()),
+    "address": becomes(misaligned),
+    "gradient": torch.Tensor.requires_grad_,
+}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("which", ["x", "residual", "weight"])
+def test_a_tensor_that_changed_under_the_same_identity_is_not_taken_for_what_it_was(stand_ins, which, change):
+    """A call is asked for by what its tensors are now, not by who they are."""
+    case, call = (given(), rms_norm) if which != "residual" else (given_add(), add_rms_norm)
+    assert [kinds(stand_ins, call=call, **case) for _ in range(3)] == [{"official"}, {"bare"}, {"bare"}]
+    IN_PLACE[change](case[which])
+    if (which, change) in {("residual", "dtype"), ("residual", "shape"), ("weight", "shape")}:
+        with pytest.raises((TypeError, ValueError), match=f"{which} must"):
+            call(**case)
+    else:
+        assert kinds(stand_ins, call=call, **case) == {"official"}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("which", ["dy", "x", "weight", "dsum"])
+@pytest.mark.parametrize("change", ["dtype", "strides", "address"])
+def test_nor_in_backward(stand_ins, which, change):
+    case = given_add(dy=draw(ROWS, HIDDEN, dtype=BF16, seed=2), dsum=draw(ROWS, HIDDEN, dtype=BF16, seed=3))
+    tensors = {name: case[name].clone() for name in ("dy", "x", "weight", "dsum")}
+
+    def backward():
+        contract = {"eps": 1e-6, "offset": 0.0, "casting": "fp32", "policy": "fastest"}
+        OP_MODULE.backward(rstd=torch.ones(ROWS), weight_grad=True, **contract, **tensors)
+
+    assert [{one[0] for one in ways(stand_ins, backward)} for _ in range(3)] == [{"official"}, {"bare"}, {"bare"}]
+    IN_PLACE[change](tensors[which])
+    assert {one[0] for one in ways(stand_ins, backward)} == {"official"}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("call", [rms_norm, train, add_rms_norm, "train_add"])
+def test_a_call_like_one_at_hand_builds_no_key(stand_ins, call, monkeypatch):
+    call, case = (train_add, given_add()) if call == "train_add" else (call, given())
+    case = given_add() if call is add_rms_norm else case
+    call(**case), call(**case)
+    monkeypatch.setattr(quick, "_of_kind", lambda *_: pytest.fail("it asks one by one"))
+    assert kinds(stand_ins, call=call, **case) == {"bare"}
+
+
+@pytest.mark.parametrize("function", [OP_MODULE._RMSNorm, ADD_MODULE._AddRMSNorm])
+def test_autograd_calls_backward_itself(function):
+    assert function._backward_cls.apply is function.backward
+
+
+@pytest.mark.compiler
+def test_kinds_that_share_a_shape_are_told_apart(stand_ins):
+    """In turns, by dtype and by who wants a gradient: each time the kernel of its own first call."""
+    x, w = draw(ROWS, HIDDEN, dtype=BF16), weight_of(HIDDEN, BF16)
+    calls = [(x, w), (x.half(), w), (x, w.float()), (x, torch.nn.Parameter(w)), (x.clone().requires_grad_(), w)]
+    first = [ways(stand_ins, rms_norm, *call) for call in calls]
+    for _ in range(2):
+        for call, official in zip(calls, first, strict=True):
+            again = ways(stand_ins, rms_norm, *call)
+            assert {one[0] for one in again} == {"bare"}
+            assert no_addresses(again) == no_addresses(official)
+
+
+@pytest.mark.compiler
+def test_a_tensor_given_twice_takes_the_short_way(stand_ins):
+    """As dy and dsum are where y and the sum are added."""
+    case = given_add()
+
+    def train():
+        y, total = add_rms_norm(case["x"].clone().requires_grad_(), case["residual"], case["weight"])
+        dy = torch.ones_like(y)
+        torch.autograd.backward([y, total], [dy, dy])
+
+    twice = {**case, "x": case["residual"]}
+    train(), add_rms_norm(**twice)
+    for _ in range(2):
+        assert kinds(stand_ins, call=train) == kinds(stand_ins, call=add_rms_norm, **twice) == {"bare"}
+
+
+@pytest.mark.compiler
+def test_calls_at_hand_are_few_and_keep_no_tensor(stand_ins, monkeypatch):
+    monkeypatch.setattr(quick, "MOST_CALLS", 3)
+    case = given()
+    for rows in (5, 6, 7, 8, 5, 6, 7, 8):
+        rms_norm(draw(rows, HIDDEN, dtype=BF16), case["weight"])
+        assert len(dispatch.quick.calls) <= 3
+    kept = weakref.ref(case["weight"])
+    del case
+    assert kept() is None
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_results_belong_to_the_mode_of_the_call(stand_ins, mode):
+    x, w = draw(2, 1, HIDDEN, dtype=BF16), torch.nn.Parameter(weight_of(HIDDEN, BF16))
+    with mode():
+        long, *short = (rms_norm(x, w) for _ in range(3))
+    assert stand_ins.launches[-1][0] == "bare"
+    told = [(y.is_inference(), y.requires_grad, y.stride()) for y in (long, *short)]
+    assert len({*told}) == 1
 
 
 @pytest.mark.compiler
@@ -487,14 +603,13 @@ def test_outputs_at_odd_addresses_take_the_long_way(stand_ins, which, shape, mon
     """No allocator of torch returns such, but one that is plugged in may."""
     case = given()
     train(**case), train(**case)
-    owner, name = (torch.Tensor, "new_empty") if which == "rstd" else (torch, "empty_like")
-    make = getattr(owner, name)
+    make = prepared.empty
 
-    def odd(*arguments, **named):
-        made = make(*arguments, **named)
-        return misaligned(made) if made.shape == shape else made
+    def odd(size, strides, dtype):
+        made = make(size, strides, dtype)
+        return misaligned(made) if size == shape else made
 
-    monkeypatch.setattr(owner, name, odd)
+    monkeypatch.setattr(prepared, "empty", odd)
     assert "official" in kinds(stand_ins, call=train, **case)
 
 
@@ -517,11 +632,11 @@ def test_a_workspace_that_must_be_zero_is_made_so_in_each_call(stand_ins):
     frame = prepared.Prepared(variant, given, {"x_row_stride": SPLIT.hidden}).frame(SPLIT.rows)
     wanted = [scratch.zero for scratch in variant.plan(SPLIT.rows).scratch.values()]
     assert True in wanted
-    assert [make.func is torch.zeros for make in frame.workspace] == wanted
+    assert [make.func is prepared.zeros for make in frame.workspace] == wanted
     values = [arguments[name].data_ptr() for name in tensors]
     stand_ins.launches.clear()
-    assert frame((*values, 1e-6))
-    assert [one[0] for one in stand_ins.launches] == ["bare"] * len(frame.launches)
+    assert frame.run(*values, 1e-6)
+    assert [one[0] for one in stand_ins.launches] == ["bare"] * len(variant.plan(SPLIT.rows).launches)
 
 
 def frames_of(entry):
@@ -667,7 +782,7 @@ def test_launches_of_many_row_counts_share_their_code(stand_ins):
     (kind,) = dispatch.quick.values()
     frames = kind.forward.frames.values()
     assert len(frames) == 3
-    assert len({launch.__code__ for frame in frames for launch in frame.launches}) == 1
+    assert len({frame.launches.__code__ for frame in frames}) == 1
 
 
 @pytest.mark.compiler
@@ -716,7 +831,7 @@ def test_a_kernel_that_is_not_loaded_is_left_to_the_long_way(stand_ins):
     case = given()
     rms_norm(**case), rms_norm(**case)
     ((kind,), before) = dispatch.quick.values(), len(stand_ins.compiled)
-    kind.forward.frames.clear(), kind.forward.variant.compiled.clear()
+    kind.forward.frames.clear(), kind.forward.variant.compiled.clear(), dispatch.quick.calls.clear()
     assert [kinds(stand_ins, **case) for _ in range(2)] == [{"official"}, {"bare"}]
     assert len(stand_ins.compiled) == before + 1
 

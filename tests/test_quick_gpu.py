@@ -20,14 +20,8 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def short(monkeypatch):
     """A list that grows by one in each call that takes the short way, forward or backward."""
-    taken, launch = [], prepared.Frame.__call__
-
-    def noted(frame, values):
-        done = launch(frame, values)
-        taken.append(done)
-        return done
-
-    monkeypatch.setattr(prepared.Frame, "__call__", noted)
+    taken, stream = [], prepared.current_stream
+    monkeypatch.setattr(prepared, "current_stream", lambda device: taken.append(True) or stream(device))
     return taken
 
 
@@ -73,6 +67,25 @@ def test_each_call_but_the_first_takes_the_short_way(short):
         assert short == [True] * (2 * turn)
     rms_norm(x, w), rms_norm(x, w)
     assert short == [True] * 5
+
+
+def test_outputs_are_like_those_of_the_long_way(short):
+    x, w, dy = case(6, 1024)
+    x, dy = x.view(2, 3, 1024), dy.view(2, 3, 1024)
+    long, again = (run(x, w, dy) for _ in range(2))
+    assert len(short) == 2
+    for a, b in zip(long, again, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def test_outputs_of_the_short_way_belong_to_the_mode_of_the_call(short):
+    x, w, _ = case(6, 1024)
+    with torch.inference_mode():
+        long, again = (rms_norm(x, w) for _ in range(2))
+    assert len(short) == 1
+    assert long.is_inference()
+    assert again.is_inference()
+    assert same_bits(long, again)
 
 
 def test_misaligned_and_strided_views_are_right(short):

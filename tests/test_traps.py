@@ -119,8 +119,8 @@ def test_trap_wrong_count_of_gradients(place):
 class SavedContext:
     """What autograd hands to backward."""
 
-    call = (1e-6, Kind(0.0, "fp32", "fastest", False, True), None)
-    needs_input_grad = (True, True)
+    of_call = (1e-6, Kind(0.0, "fp32", "fastest", False, True), None, None)
+    needs_input_grad = (True, True, False)
 
     def __init__(self, x, w):
         self.saved_tensors = (x, w, None)

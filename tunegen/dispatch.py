@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from .model import PROTOCOL, TORCH_FAMILY, Config, Problem, Silicon, StoredChoic
 from .once import first
 from .passing import Passing
 from .policies import FASTEST, INVARIANT
+from .prepared import Table
 
 LOG = logging.getLogger("tunegen")
 
@@ -99,7 +100,7 @@ _copying: set[Choice] = set()
 _unrendered: set[str] = set()
 """Configs whose template could not be rendered, for whatever reason, the want of open files say."""
 
-quick: dict[tuple[Any, ...], Any] = {}
+quick = Table()
 """What `ops.quick` knows of calls. Where choices change a new one takes its place, so that who has begun a call before
 leaves what it finds in the old one."""
 
@@ -198,7 +199,7 @@ def forget() -> None:
 
 def _forget_quick() -> None:
     global quick
-    quick = {}
+    quick = Table()
 
 
 @lru_cache(maxsize=64)

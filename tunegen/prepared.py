@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,41 +28,80 @@ MISALIGNED = 15
 MOST_ROW_COUNTS = 16
 """Of one variant, whose launches are kept; then it begins anew."""
 
-# What torch.cuda.current_device and Triton's driver call, less their layers of Python; absent from builds for the CPU.
+ONE = (1,)
+"""The strides of a vector."""
+
+# What compiled graphs ask of their inputs, in one question.
+TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+# What torch.cuda.current_device and Triton's driver call, less their layers of Python; and what Inductor's code makes
+# tensors with, on the current device: sizes, strides, dtype. Absent from builds for the CPU.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+Run = Callable[..., bool]
+"""Runs all launches of a call on the current stream, given addresses and eps. False, and nothing is launched, where
+someone wants to see launches, or the workspace is not aligned."""
 
 
-Bare = Callable[..., None]
-"""Launches one kernel through Triton's C launcher: what a call gives, its workspace, and the stream."""
+def zeros(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As `empty`, filled."""
+    made: Tensor = empty(size, strides, dtype).zero_()
+    return made
 
 
 class Frame:
-    """All launches of a call for one row count on one device, and how to make its workspace."""
+    """All launches of a call for one row count, and how to make its workspace."""
 
-    __slots__ = ("device", "launches", "workspace")
+    __slots__ = ("launches", "workspace")
 
-    def __init__(self, device: int, launches: tuple[Bare, ...], workspace: tuple[Callable[[], Tensor], ...]) -> None:
-        self.device, self.launches, self.workspace = device, launches, workspace
+    def __init__(self, launches: Run, workspace: tuple[Callable[[], Tensor], ...]) -> None:
+        self.launches, self.workspace = launches, workspace
 
-    def __call__(self, values: tuple[Any, ...]) -> bool:
-        """Run them on the current stream; `values` in the order of the names that were prepared for. False, and nothing
-        is launched, where the workspace is not aligned."""
-        if self.workspace:
-            kept = [make() for make in self.workspace]  # until all is launched
-            for tensor in kept:
-                address = tensor.data_ptr()
-                if address & MISALIGNED:
-                    return False
-                values += (address,)
-        device = self.device
-        if current_device() != device:
-            with torch.cuda.device(device):
-                return self(values)
-        values += (current_stream(device),)
-        for launch in self.launches:
-            launch(*values)
-        return True
+    @property
+    def run(self) -> Run:
+        """To be called on the device, with values in the order of the names that were prepared for."""
+        return self._with_workspace if self.workspace else self.launches
+
+    def _with_workspace(self, *values: Any) -> bool:
+        kept = [make() for make in self.workspace]  # until all is launched
+        addresses = [tensor.data_ptr() for tensor in kept]
+        return not any(address & MISALIGNED for address in addresses) and self.launches(*values, *addresses)
+
+
+class Call:
+    """Calls of one kind and one shape, of which nothing is left to find out but addresses.
+
+    `fits(*given)`: whether tensors are like those that were given, of their types, dtypes, devices, shapes and strides,
+    with a gradient or without, under the same transforms; it keeps none of them, and turns down one given twice. `kind`
+    is what the caller knows of such calls; `run` launches them on `device`. For outputs: `size`, `strides` and `dtype`
+    of x, `width` (N) of the weight, `height` (M) and `summed`, the dtype, of rstd.
+    """
+
+    __slots__ = ("device", "dtype", "fits", "height", "kind", "run", "size", "strides", "summed", "width")
+
+    def __init__(self, kind: Any, prepared: Prepared, run: Run, given: Sequence[Tensor], x: Tensor) -> None:
+        sizes, strides = [[*tensor.shape] for tensor in given], [[*tensor.stride()] for tensor in given]
+        self.fits = TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        self.kind, self.run, self.device = kind, run, prepared.variant.device.index or 0
+        self.size, self.strides, self.dtype = tuple(x.shape), _contiguous(x.shape), x.dtype
+        self.width, self.height = (prepared.hidden,), (x.numel() // prepared.hidden,)
+        self.summed = prepared.summed
+
+
+class Table(dict[tuple[Any, ...], Any]):
+    """What is known of calls, by all that decides what answers; and `calls`, those that came last, which their shapes
+    tell apart too."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[tuple[Any, ...], Call] = {}
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 class Prepared:
@@ -77,6 +116,11 @@ class Prepared:
         self.hidden = numbers["x_row_stride"]
         self.summed = DTYPES[variant.accumulate]
         self.frames: dict[int, Frame] = {}
+
+    def call(self, kind: Any, given: Sequence[Tensor], x: Tensor) -> Call | None:
+        """Ready to be run for tensors like those that are given, one of them x; None where there is no `frame`."""
+        frame = self.frame(x.numel() // self.hidden)
+        return None if frame is None else Call(kind, self, frame.run, given, x)
 
     def frame(self, rows: int) -> Frame | None:
         """The launches for `rows` rows, which `frames` may have already; None where their kernels are not loaded yet,
@@ -97,11 +141,8 @@ class Prepared:
         loaded = [one for one in launches if one is not None]
         if len(loaded) < len(launches):
             return None
-        return Frame(variant.device.index or 0, tuple(loaded), tuple(map(self._maker, plan.scratch.values())))
-
-    def _maker(self, scratch: Scratch) -> Callable[[], Tensor]:
-        make = torch.zeros if scratch.zero else torch.empty
-        return partial(make, math.prod(scratch.shape), dtype=DTYPES[scratch.dtype], device=self.variant.device)
+        run = _running(loaded, variant.device.index or 0, len(names))
+        return Frame(run, tuple(map(_maker, plan.scratch.values())))
 
     def _bare(self, launch: Launch, bound: Mapping[str, Any], names: Sequence[str]) -> Bare | None:
         found = self.variant.standing(launch, bound)
@@ -112,42 +153,70 @@ class Prepared:
         fixed = {name: value for name, value in found.values.items() if name not in names or name in launch.values}
         places = {name: place for place, name in enumerate(names)} | dict.fromkeys(fixed)
         order = [(places[name], value) for name, value in found.values.items()]
-        return _launching(compiled.run.launch, (*launch.grid, 1, 1)[:3], *beside, order, len(names))
+        return Bare(compiled.run.launch, (*launch.grid, 1, 1)[:3], *beside, order)
 
 
-def _launching(
-    launch: Callable[..., None],
-    grid: tuple[int, ...],
-    behind: tuple[Any, ...],
-    spread: bool,
-    order: Sequence[tuple[int | None, Any]],
-    given: int,
-) -> Bare:
-    """A function of `given` values and the stream that calls `launch` with the grid, the stream, `behind`, and then the
-    kernel's arguments, `spread` or as one tuple: the value at a place, or a fixed one where `order` has no place.
+def _maker(scratch: Scratch) -> Callable[[], Tensor]:
+    return partial(zeros if scratch.zero else empty, (math.prod(scratch.shape),), ONE, DTYPES[scratch.dtype])
+
+
+class Bare(NamedTuple):
+    """A kernel for Triton's C launcher, `launch`, which takes the grid, the stream, what is `behind` it, and then the
+    kernel's arguments, `spread` or as one tuple: the value at a place, or a fixed one where `order` has no place."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, ...]
+    behind: tuple[Any, ...]
+    spread: bool
+    order: Sequence[tuple[int | None, Any]]
+
+
+_RUN = """
+def run({given}):
+    try:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            return False
+    except AttributeError:  # no chain was put there
+        if runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None:
+            return False
+    stream = current_stream(device)
+    {launches}
+    return True
+"""
+
+
+def _running(launches: Sequence[Bare], device: int, given: int) -> Run:
+    """A function of `given` values that runs them, unless someone wants to see launches; that is asked in every call,
+    as Triton does.
 
     It is compiled from its text, as `collections.namedtuple` is: put together in each call, the arguments took as long
     as all else that Python does in a launch.
     """
-    values: dict[str, Any] = {"launch": launch}
+    from triton import knobs
+
+    values: dict[str, Any] = {"runtime": knobs.runtime, "current_stream": current_stream, "device": device}
 
     def fixed(value: Any) -> str:
         name = f"f{len(values)}"
         values[name] = value
         return name
 
-    arguments = [fixed(value) if place is None else f"v{place}" for place, value in order]
-    kernel = arguments if spread else [f"({', '.join(arguments)},)"]
-    text = ", ".join([*map(fixed, grid), "stream", *map(fixed, behind), *kernel])
-    parameters = ", ".join([*(f"v{place}" for place in range(given)), "stream"])
-    made: Bare = eval(_code(f"lambda {parameters}: launch({text})"), values)
-    return made
+    lines = []
+    for launch, grid, behind, spread, order in launches:
+        arguments = [fixed(value) if place is None else f"v{place}" for place, value in order]
+        kernel = arguments if spread else [f"({', '.join(arguments)},)"]
+        text = ", ".join([*map(fixed, grid), "stream", *map(fixed, behind), *kernel])
+        lines.append(f"{fixed(launch)}({text})")
+    names = ", ".join(f"v{place}" for place in range(given))
+    exec(_code(_RUN.format(given=names, launches="\n    ".join(lines))), values)
+    run: Run = values.pop("run")  # a function in its own globals would be kept until cycles are collected
+    return run
 
 
 @lru_cache(maxsize=1024)
 def _code(text: str) -> CodeType:
     """Compiled once for all row counts: the text has names in place of values."""
-    return compile(text, "<launch>", "eval")
+    return compile(text, "<launch>", "exec")
 
 
 def _beside_arguments(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:
@@ -163,20 +232,3 @@ def _beside_arguments(compiled: Any) -> tuple[tuple[Any, ...], bool] | None:
         metadata = (compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
         return (*ahead, *metadata), False
     return (*ahead, None, None, compiled.packed_metadata, None, None, None), True
-
-
-def has_hooks() -> bool:
-    """Whether someone wants to see launches; asked in every call, as Triton does."""
-    runtime = _runtime()
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    try:
-        return bool(enter.calls or leave.calls)
-    except AttributeError:  # no chain was put there
-        return enter is not None or leave is not None
-
-
-@lru_cache(maxsize=1)
-def _runtime() -> Any:
-    from triton import knobs
-
-    return knobs.runtime

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import dispatch, reference
 from ..key import Key
 from ..policies import INVARIANT
+from ..prepared import Call
 from . import quick, registered
 from . import rms_norm as norm
 from .arguments import PLAIN_TENSORS, check, check_like, check_out, is_distributed, written
@@ -29,6 +30,10 @@ class Contract(NamedTuple):
     casting: str
     sum_in_fp32: bool
     policy: str | None
+
+
+OfCall = tuple[Contract, quick.Kind, Call | None, Tensor | None]
+"""As that of rms_norm, with the contract in place of eps."""
 
 
 def add_rms_norm(
@@ -64,7 +69,7 @@ def add_rms_norm(
 
     The norm is that of Zhang and Sennrich 2019, arXiv:1910.07467; the fusion is known from flash-attn and vLLM.
     """
-    contract = Contract(eps, offset, casting, sum_in_fp32, policy)
+    contract = tuple.__new__(Contract, (eps, offset, casting, sum_in_fp32, policy))  # less a layer of Python
     if out is not None:
         return _into(out, x, residual, weight, contract)
     return _call(x, residual, weight, contract, main_grad)
@@ -103,7 +108,7 @@ def _check(x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contrac
 def _call(
     x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract, main_grad: Tensor | None = None
 ) -> Pair:
-    if torch.compiler.is_compiling():  # traced: Inductor fuses the two by itself
+    if norm.is_traced() or torch.compiler._is_compiling_flag:  # traced: Inductor fuses the two by itself
         not_traced(main_grad)
         policy = dispatch.policy_of(contract.policy, traced=True)
         if policy == INVARIANT and not contract.sum_in_fp32:  # an addition depends on nothing else, a traced norm may
@@ -111,12 +116,12 @@ def _call(
             return registered.call(total, weight, contract.eps, contract.offset, contract.casting, policy), total
         return by_torch(x, residual, weight, contract)
     table = dispatch.quick
-    known, kind = (None, None) if main_grad is not None else _find(x, residual, weight, contract)
-    if kind is not None:
-        if kind.graded:
-            y, total = _AddRMSNorm.apply(x, residual, weight, contract._replace(policy=kind.policy), kind, None)
+    known, call = (None, None) if main_grad is not None else _find(x, residual, weight, contract)
+    if call is not None:
+        if call.kind.graded:
+            y, total = _apply(x, residual, weight, (contract, call.kind, call, None))
             return y, total
-        if (done := quick.add_forward(kind, x, residual, weight, contract.eps)) is not None:
+        if (done := quick.add_forward(call, x, residual, weight, contract.eps)) is not None:
             return done[0]
     _check(x, residual, weight, contract)
     if main_grad is not None:
@@ -139,20 +144,13 @@ def _call(
 
 
 def _find(
-    x: Tensor, residual: Tensor, weight: Tensor | None, contract: Contract
-) -> tuple[quick.Values | None, quick.Kind | None]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, contract: Contract
+) -> tuple[quick.Values | None, Call | None]:
     """`quick.find` with what the residual and `sum_in_fp32` decide."""
     eps, offset, casting, sum_in_fp32, policy = contract
-    if (
-        type(x) not in PLAIN_TENSORS
-        or type(residual) not in PLAIN_TENSORS
-        or not residual.is_contiguous()
-        or residual.shape != x.shape
-        or sum_in_fp32.__class__ is not bool
-    ):
+    if residual is None or sum_in_fp32.__class__ is not bool:
         return None, None
-    graded = torch.is_grad_enabled() and residual.requires_grad
-    return quick.find(x, weight, eps, offset, casting, policy, (sum_in_fp32, residual.dtype, residual.device, graded))
+    return quick.find(x, weight, eps, offset, casting, policy, sum_in_fp32, residual)
 
 
 def _long_way(
@@ -173,7 +171,8 @@ def _long_way(
     kind = quick.Kind(offset, casting, policy, save_rstd, graded)
     if not graded:
         return _forward(x, residual, weight, contract, save_rstd)[0], kind
-    y, total = _AddRMSNorm.apply(x, residual, weight, contract, kind, main_grad)
+    contract = contract._replace(eps=float(contract.eps))
+    y, total = _AddRMSNorm.apply(x, residual, weight, (contract, kind, None, main_grad))
     return (y, total), kind
 
 
@@ -188,16 +187,16 @@ def _into(
 ) -> Pair:
     """Without a gradient, written to `out`, whose tensors are called `names`; `instead` does not write there."""
     if not torch.compiler.is_compiling():
-        _, kind = _find(x, residual, weight, contract)
-        if kind is None:
+        _, call = _find(x, residual, weight, contract)
+        if call is None:
             _check(x, residual, weight, contract)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(f"out must be a pair of tensors, for y and the sum, got {type(out).__name__}")
         for name, tensor in zip(names, out, strict=True):
             check_out(name, tensor, x, (x, residual, weight), instead)
         check_memory(dict(zip(names, out, strict=True)), {"x": x, "residual": residual, "weight": weight})
-        if kind is not None and all(type(t) in PLAIN_TENSORS and t.is_contiguous() for t in out):
-            done = quick.add_forward(kind, x, residual, weight, contract.eps, out)
+        if call is not None and all(type(t) in PLAIN_TENSORS and t.is_contiguous() for t in out):
+            done = quick.add_forward(call, x, residual, weight, contract.eps, out)
             if done is not None:
                 return written(out[0]), written(out[1])
         policy = dispatch.policy_of(contract.policy)
@@ -256,34 +255,30 @@ def _forward_key(x: Tensor, weight: Tensor | None, contract: Contract) -> Key:
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        contract: Contract,
-        kind: quick.Kind,
-        main_grad: Tensor | None,
-    ) -> Pair:
-        done = quick.add_forward(kind, x, residual, weight, contract.eps)
-        (y, total), rstd = done or _forward(x, residual, weight, contract, kind.save_rstd)
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, of_call: OfCall) -> Pair:
+        contract, kind, call, _ = ctx.of_call = of_call
+        done = None if call is None else quick.add_forward(call, x, residual, weight, contract.eps)
+        if done is None:
+            done = _forward(x, residual, weight, contract._replace(policy=kind.policy), kind.save_rstd)
+        (y, total), rstd = done
         ctx.save_for_backward(total, weight, rstd)
-        ctx.contract = contract
-        ctx.main_grad = main_grad if ctx.needs_input_grad[2] else None  # not saved: it changes until backward
         # A result that nobody uses has no gradient, rather than zeros to add: the last norm's sum, in every model.
         ctx.set_materialize_grads(False)
-        if not any(ctx.needs_input_grad[:2]):  # the sum does not depend on the weight
+        x_grad, residual_grad, *_ = ctx.needs_input_grad
+        if not (x_grad or residual_grad):  # the sum does not depend on the weight
             ctx.mark_non_differentiable(total)
         return y, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
-        eps, offset, casting, _, policy = ctx.contract
-        weight_grad = ctx.needs_input_grad[2]
+        contract, kind, _, main_grad = ctx.of_call
+        eps, (offset, casting, policy) = contract.eps, kind[:3]
+        x_grad, residual_grad, weight_grad, _ = ctx.needs_input_grad
         dx: Tensor | None
-        main_grad = asked_for(ctx.main_grad, ctx, 2)
-        not_differentiated(main_grad)
+        if main_grad is not None:
+            main_grad = asked_for(main_grad if weight_grad else None, ctx, 2)
+            not_differentiated(main_grad)
         if dy is None:
             dx, dw = dsum, None
         elif torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
@@ -293,5 +288,7 @@ class _AddRMSNorm(torch.autograd.Function):
                 rstd = norm.rstd_by_torch(total, eps)
             of_call = eps, offset, casting, weight_grad, policy
             dx, dw = norm.backward(dy, total, weight, rstd, *of_call, dsum, main_grad)
-        of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
-        return of_x, of_residual, dw, None, None, None
+        return dx if x_grad else None, dx if residual_grad else None, dw, None
+
+
+_apply = quick.bare_apply(_AddRMSNorm)

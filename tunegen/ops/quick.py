@@ -9,20 +9,24 @@ change put a new, empty table in place of the old one (`dispatch`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import dispatch, launch, paths, policies
+from .. import dispatch, launch, paths, policies, prepared
 from ..compile import ArgumentClass
 from ..key import Key
-from ..prepared import MISALIGNED, Frame, Prepared, has_hooks
+from ..prepared import MISALIGNED, ONE, Call, Prepared, Table
 from .arguments import PLAIN_TENSORS, READ_BY_ROWS
 
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
+
+MOST_CALLS = 1024
+"""As many calls, whose shapes count too, are kept at hand; then they are made anew from their kinds."""
 
 LARGEST, NUMBERS = sys.float_info.max, (float, int)
 # Tensors by the names of kernel parameters, in the order in which they are given; eps comes last.
@@ -36,11 +40,12 @@ GIVEN = {
 
 Pair = tuple[Tensor, Tensor]
 Values = tuple[Any, ...]
-Table = dict[Values, Any]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
+unwrapped: Any = torch._C._functorch.unwrap_if_dead
 is_grad_enabled: Any = torch.is_grad_enabled
-is_deterministic: Any = torch.are_deterministic_algorithms_enabled
+is_deterministic: Any = torch._C._get_deterministic_algorithms
+in_context: Any = policies._POLICY.get
 
 
 class Kind(NamedTuple):
@@ -67,86 +72,110 @@ def find(
     offset: float,
     casting: str,
     policy: str | None,
-    more: Values | None = None,
-) -> tuple[Values | None, Kind | None]:
-    """A key of all that decides what answers, none for an unusual call; and what is known of such calls, if they may be
-    launched the short way now. eps, which every kernel is given, is not in the key, and of the row count its bucket is.
-    `more`: what else decides, beside the arguments of `rms_norm`."""
+    more: Any = None,
+    residual: Tensor | None = None,
+) -> tuple[Values | None, Call | None]:
+    """A key of all that decides what answers, none for an unusual call; or the call itself, if it may be run the short
+    way now. eps, which every kernel is given, is not in the key, and of the row count its bucket is. `more`: what else
+    decides, beside the arguments of `rms_norm`; a `residual` is as usual as x and of its shape."""
     if (
         type(x) not in PLAIN_TENSORS
         or eps.__class__ is not float
         or not 0.0 <= eps <= LARGEST
         or offset.__class__ not in NUMBERS  # True equals 1.0, but is refused
-        or not x.is_contiguous()
         or transform() is not None
         or forward_ad._current_level >= 0
         or paths.disabled()
-        or not (elements := x.numel())
-        or not (shape := x.shape)
     ):
         return None, None
-    hidden, graded = shape[-1], is_grad_enabled()
-    bucket, around = (elements // hidden - 1).bit_length(), (policies.in_context(), is_deterministic(), more)
-    key: Values = offset, casting, policy, around, x.dtype, x.device, hidden, bucket, graded and x.requires_grad
-    if weight is not None:
-        if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-            return None, None
-        key = key, weight.dtype, weight.device, weight.shape, graded and weight.requires_grad
+    table, graded = dispatch.quick, is_grad_enabled()
+    of_call: Values = offset, casting, policy, more, in_context(), policies._ENVIRONMENT, is_deterministic()
+    key: Values = of_call, graded, weight is None, x.shape
     try:
-        kind: Kind | None = dispatch.quick.get(key)
+        call = table.calls.get(key)
     except TypeError:  # a casting or a policy without a hash is none at all, as the long way says
         return None, None
-    return key, (None if kind is None or has_hooks() else kind)
+    given = (x,) if weight is None else (x, weight)
+    if residual is not None:
+        given = *given, residual
+    if call is not None and call.fits(*given):
+        return None, call
+    if not _are_usual(given) or (residual is not None and residual.shape != x.shape):
+        return None, None
+    grads = [graded and t.requires_grad for t in given]
+    return _of_kind(table, key, (*of_call, *grads), x, weight, given)
+
+
+def _are_usual(tensors: Iterable[Tensor]) -> bool:
+    """Plain tensors in standard layout, none of which a transform has left behind: such a one has no address."""
+    return all(type(t) in PLAIN_TENSORS and t.is_contiguous() and unwrapped(t) is t for t in tensors)
+
+
+def _of_kind(
+    table: Table, key: Values, others: Values, x: Tensor, weight: Tensor | None, given: Sequence[Tensor]
+) -> tuple[Values | None, Call | None]:
+    """What `find` returns where no call under `key` fits the tensors that are given: `others`, what the tensors decide,
+    and the bucket of the row count; and the call, kept for the next one, if its kind is known."""
+    elements = x.numel()
+    if not elements or not x.dim():
+        return None, None
+    hidden = x.shape[-1]
+    sizes = hidden, (elements // hidden - 1).bit_length(), None if weight is None else weight.shape
+    known: Values = *others, *sizes, *[(t.dtype, t.device) for t in given]
+    found = table.get(known)
+    kind, ready = (found, found.forward) if isinstance(found, Kind) else (None, found)
+    call = None if ready is None else ready.call(kind, given, x)
+    if call is not None:
+        if len(table.calls) >= MOST_CALLS:
+            table.calls.clear()
+        table.calls[key] = call
+    return known, call
 
 
 def forward(
-    kind: Kind, x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None
+    call: Call, x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None] | None:
     """y, in `out` if there is one, and rstd (M) if it is to be saved; None where the long way must be taken."""
-    if (prepared := kind.forward) is None:
-        return None
-    rows = x.numel() // prepared.hidden
-    if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
-        return None
-    y, rstd, rstd_at = torch.empty_like(x) if out is None else out, None, 0
-    if kind.save_rstd:
-        rstd = x.new_empty(rows, dtype=prepared.summed)
+    if prepared.current_device() != call.device:
+        with torch.cuda.device(call.device):
+            return forward(call, x, weight, eps, out)
+    y, rstd, rstd_at = prepared.empty(call.size, call.strides, call.dtype) if out is None else out, None, 0
+    if call.kind.save_rstd:
+        rstd = prepared.empty(call.height, ONE, call.summed)
         rstd_at = rstd.data_ptr()
     x_at, y_at, weight_at = x.data_ptr(), y.data_ptr(), 0 if weight is None else weight.data_ptr()
-    if (x_at | weight_at | y_at | rstd_at) & MISALIGNED or not frame((x_at, weight_at, y_at, rstd_at, eps)):
+    if (x_at | weight_at | y_at | rstd_at) & MISALIGNED or not call.run(x_at, weight_at, y_at, rstd_at, eps):
         return None
     return y, rstd
 
 
-def into(out: Tensor, kind: Kind, x: Tensor, weight: Tensor | None, eps: float) -> bool:
+def into(out: Tensor, call: Call, x: Tensor, weight: Tensor | None, eps: float) -> bool:
     """Write y to `out`; False, and nothing is written, where the long way must be taken."""
     usual = type(out) in PLAIN_TENSORS and out.is_contiguous()
-    return usual and forward(kind, x, weight, eps, out) is not None
+    return usual and forward(call, x, weight, eps, out) is not None
 
 
 def add_forward(
-    kind: Kind, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, out: Pair | None = None
+    call: Call, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, out: Pair | None = None
 ) -> tuple[Pair, Tensor | None] | None:
     """As `forward`, of `add_rms_norm`, whose residual is as usual as x and of its shape: y and the sum, and rstd."""
-    if (prepared := kind.forward) is None:
+    if prepared.current_device() != call.device:
+        with torch.cuda.device(call.device):
+            return add_forward(call, x, residual, weight, eps, out)
+    empty, like = prepared.empty, (call.size, call.strides, call.dtype)
+    (y, total), rstd, rstd_at = out or (empty(*like), empty(*like)), None, 0
+    if call.kind.save_rstd:
+        rstd = empty(call.height, ONE, call.summed)
+        rstd_at = rstd.data_ptr()
+    x_at, residual_at, weight_at = x.data_ptr(), residual.data_ptr(), 0 if weight is None else weight.data_ptr()
+    y_at, total_at = y.data_ptr(), total.data_ptr()
+    if (x_at | residual_at | weight_at | y_at | total_at | rstd_at) & MISALIGNED:
         return None
-    rows = x.numel() // prepared.hidden
-    if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
-        return None
-    y, total = out or (torch.empty_like(x), torch.empty_like(x))
-    rstd = x.new_empty(rows, dtype=prepared.summed) if kind.save_rstd else None
-    return ((y, total), rstd) if _launch(frame, eps, x, residual, weight, y, total, rstd) else None
+    launched = call.run(x_at, residual_at, weight_at, y_at, total_at, rstd_at, eps)
+    return ((y, total), rstd) if launched else None
 
 
-def _launch(frame: Frame, eps: float, *tensors: Tensor | None) -> bool:
-    """Launch, unless one of them is not aligned."""
-    values, bits = [0 if tensor is None else tensor.data_ptr() for tensor in tensors], 0
-    for value in values:
-        bits |= value
-    return not bits & MISALIGNED and frame((*values, eps))
-
-
-def key_of_backward(
+def find_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -154,33 +183,27 @@ def key_of_backward(
     contract: Values,
     weight_grad: bool,
     dsum: Tensor | None = None,
-) -> Values | None:
-    """A key of all that decides what a backward launches, none for an unusual one; `contract` has offset, casting and
-    policy of its forward."""
-    if (
-        type(dy) not in PLAIN_TENSORS
-        or type(x) not in PLAIN_TENSORS
-        or not dy.is_contiguous()
-        or not x.is_contiguous()
-        or transform() is not None
-    ):
-        return None
-    hidden = x.shape[-1]
-    bucket = (x.numel() // hidden - 1).bit_length()
-    key: Values = (*contract, weight_grad, rstd is None, dy.dtype, x.dtype, x.device, hidden, bucket)
-    if dsum is not None:
-        if type(dsum) not in PLAIN_TENSORS or not dsum.is_contiguous():
-            return None
-        key = *key, dsum.dtype
-    if weight is None:
-        return key
-    if type(weight) not in PLAIN_TENSORS or not weight.is_contiguous():
-        return None
-    return *key, weight.dtype, weight.device, weight.shape
+) -> tuple[Values | None, Call | None]:
+    """As `find`, of all that decides what a backward launches; `contract` has offset, casting and policy of its
+    forward."""
+    if type(x) not in PLAIN_TENSORS or transform() is not None:
+        return None, None
+    apart = None if dsum is None else dsum is not dy  # `fits` turns down a tensor that is given twice
+    key: Values = contract, weight_grad, rstd is None, weight is None, apart, x.shape
+    table = dispatch.quick
+    call = table.calls.get(key)
+    given = (dy, x) if weight is None else (dy, x, weight)
+    if apart:
+        given = *given, dsum
+    if call is not None and call.fits(*given):
+        return None, call
+    if not _are_usual(given):
+        return None, None
+    return _of_kind(table, key, key[:-1], x, weight, given)
 
 
 def backward(
-    key: Values,
+    call: Call,
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -190,24 +213,28 @@ def backward(
     dsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
     """dx, and dw if it is wanted; None where the long way must be taken."""
-    prepared: Prepared | None = dispatch.quick.get(key)
-    if prepared is None or has_hooks():
-        return None
-    rows = x.numel() // prepared.hidden
-    if (frame := prepared.frames.get(rows) or prepared.frame(rows)) is None:
-        return None
-    dx, dw, weight_at, dw_at = torch.empty_like(x), None, 0, 0
+    if prepared.current_device() != call.device:
+        with torch.cuda.device(call.device):
+            return backward(call, dy, x, weight, rstd, eps, weight_grad, dsum)
+    dx, dw, weight_at, dw_at = prepared.empty(call.size, call.strides, call.dtype), None, 0, 0
     if weight is not None:
         weight_at = weight.data_ptr()
         if weight_grad:
-            dw = torch.empty_like(weight)
+            dw = prepared.empty(call.width, ONE, weight.dtype)
             dw_at = dw.data_ptr()
     # Written out: a loop over the names takes longer, in every call.
     x_at, dy_at, dx_at = x.data_ptr(), dy.data_ptr(), dx.data_ptr()
     rstd_at, dsum_at = 0 if rstd is None else rstd.data_ptr(), 0 if dsum is None else dsum.data_ptr()
     if (x_at | weight_at | dy_at | rstd_at | dx_at | dw_at | dsum_at) & MISALIGNED:
         return None
-    return (dx, dw) if frame((x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, dsum_at, float(eps))) else None
+    return (dx, dw) if call.run(x_at, weight_at, dy_at, rstd_at, dx_at, dw_at, dsum_at, eps) else None
+
+
+def bare_apply(function: Any) -> Any:
+    """`apply` of an autograd function as it is from torch 2.14 on: before, it was wrapped in Python that looks for
+    transforms, as `find` has. And autograd calls its backward, not Python of torch that looks for a `vjp` first."""
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
 
 
 def is_new(table: Table, key: Values | None) -> bool:

@@ -127,8 +127,8 @@ def _computed(
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
     table = dispatch.quick
-    known, kind = quick.find(x, weight, eps, offset, casting, policy, (training, weight_grad))
-    if kind is not None and (done := quick.forward(kind, x, weight, eps)) is not None:
+    known, call = quick.find(x, weight, eps, offset, casting, policy, (training, weight_grad))
+    if call is not None and (done := quick.forward(call, x, weight, eps)) is not None:
         return done
     kernels = op.has_kernels(x, weight)
     if kernels and training:

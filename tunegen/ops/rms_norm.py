@@ -15,6 +15,7 @@ from ..key import Key
 from ..key import key_of as key_of
 from ..model import RMS_NORM
 from ..policies import INVARIANT
+from ..prepared import Call
 from . import quick, registered
 from .arguments import bound, check, check_out, is_distributed, written
 from .arguments import has_kernels as has_kernels
@@ -26,7 +27,9 @@ from .main_grad import adding_to, asked_for, check_main_grad, not_differentiated
 from .memory import check_memory
 from .notes import give_way, note_torch
 
-is_compiling, unwrapped = torch.compiler.is_compiling, torch._C._functorch.unwrap_if_dead
+is_traced = torch.compiler.is_dynamo_compiling
+OfCall = tuple[float, quick.Kind, Call | None, Tensor | None]
+"""eps; kind, and call if that is known; main_grad, which is not saved since it changes until backward."""
 ADD_RMS_NORM = "add_rms_norm"
 """The op whose backward kernels `backward` launches where a gradient of the sum comes in too."""
 
@@ -80,16 +83,16 @@ def _call(
     policy: str | None,
     main_grad: Tensor | None = None,
 ) -> Tensor:
-    if is_compiling():
+    if is_traced() or torch.compiler._is_compiling_flag:  # torch.compiler.is_compiling() takes twice as long
         not_traced(main_grad)
         return _traced(x, weight, eps, offset, casting, policy)
     table = dispatch.quick
-    known, kind = (None, None) if main_grad is not None else quick.find(x, weight, eps, offset, casting, policy)
-    if kind is not None:
-        if kind.graded:
-            y: Tensor = _apply(unwrapped(x), None if weight is None else unwrapped(weight), eps, kind, None)
+    known, call = (None, None) if main_grad is not None else quick.find(x, weight, eps, offset, casting, policy)
+    if call is not None:
+        if call.kind.graded:
+            y: Tensor = _apply(x, weight, (eps, call.kind, call, None))
             return y
-        if (done := quick.forward(kind, x, weight, eps)) is not None:
+        if (done := quick.forward(call, x, weight, eps)) is not None:
             return done[0]
     check(x, weight, eps, offset, casting)
     if main_grad is not None:
@@ -139,7 +142,7 @@ def _long_way(
     kind = quick.Kind(offset, casting, policy, save_rstd, graded)
     if not graded:
         return _forward(x, weight, eps, *kind.contract)[0], kind
-    y: Tensor = _RMSNorm.apply(x, weight, eps, kind, main_grad)
+    y: Tensor = _RMSNorm.apply(x, weight, (float(eps), kind, None, main_grad))
     return y, kind
 
 
@@ -148,12 +151,12 @@ def _into(
 ) -> Tensor:
     """`rms_norm` without a gradient, written to `out`."""
     if not torch.compiler.is_compiling():
-        _, kind = quick.find(x, weight, eps, offset, casting, policy)
-        if kind is None:
+        _, call = quick.find(x, weight, eps, offset, casting, policy)
+        if call is None:
             check(x, weight, eps, offset, casting)
         check_out("out", out, x, (x, weight))
         check_memory({"out": out}, {"x": x, "weight": weight})
-        if kind is not None and quick.into(out, kind, x, weight, eps):
+        if call is not None and quick.into(out, call, x, weight, eps):
             return written(out)
         policy = dispatch.policy_of(policy)
         if has_kernels(x, weight, out) and writable(out, policy):
@@ -207,9 +210,9 @@ def backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx, and dw if it is wanted and there is no `main_grad` to add it to; with `dsum`, which is added to dx, by the
     kernels of add_rms_norm."""
-    table, contract = dispatch.quick, (offset, casting, policy)
-    known = None if main_grad is not None else quick.key_of_backward(dy, x, weight, rstd, contract, weight_grad, dsum)
-    if known is not None and (done := quick.backward(known, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
+    table, of_call = dispatch.quick, (dy, x, weight, rstd, (offset, casting, policy), weight_grad, dsum)
+    known, call = (None, None) if main_grad is not None else quick.find_backward(*of_call)
+    if call is not None and (done := quick.backward(call, dy, x, weight, rstd, eps, weight_grad, dsum)) is not None:
         return done
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     in_place = main_grad is not None and writable(main_grad, policy)
@@ -268,30 +271,28 @@ def launch(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, kind: quick.Kind, main_grad: Tensor | None
-    ) -> Tensor:
-        y, rstd = quick.forward(kind, x, weight, eps) or _forward(x, weight, eps, *kind.contract)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, of_call: OfCall) -> Tensor:
+        eps, kind, call, _ = ctx.of_call = of_call
+        done = None if call is None else quick.forward(call, x, weight, eps)
+        y, rstd = done or _forward(x, weight, eps, *kind.contract)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.call = eps, kind, main_grad  # the last not saved: it changes until backward
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        eps, kind, main_grad = ctx.call
+        eps, kind, _, main_grad = ctx.of_call
         offset, casting, policy = kind[:3]  # the thread that runs this has no policy of its own
-        x_grad, weight_grad = ctx.needs_input_grad[:2]
-        main_grad = asked_for(main_grad if weight_grad else None, ctx, 1)
-        not_differentiated(main_grad)
+        x_grad, weight_grad, _ = ctx.needs_input_grad
+        if main_grad is not None:
+            main_grad = asked_for(main_grad if weight_grad else None, ctx, 1)
+            not_differentiated(main_grad)
         if torch.is_grad_enabled():  # create_graph=True: operators that can be differentiated again
             dx, dw = backward_by_torch(dy, x, weight, eps, offset, casting, weight_grad)
         else:
-            of_call = eps, offset, casting, weight_grad, policy
-            dx, dw = backward(dy, x, weight, rstd, *of_call, main_grad=main_grad)
-        return dx if x_grad else None, dw, None, None, None
+            dx, dw = backward(dy, x, weight, rstd, eps, offset, casting, weight_grad, policy, None, main_grad)
+        return dx if x_grad else None, dw, None
 
 
-# As `apply` is from torch 2.14 on. Before, it was wrapped in Python that looks for transforms, as `quick.find` has.
-_apply: Any = super(torch.autograd.Function, _RMSNorm).apply
+_apply = quick.bare_apply(_RMSNorm)
 registered.register(sys.modules[__name__])
