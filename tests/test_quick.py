@@ -577,6 +577,38 @@ def test_backward_with_and_without_a_gradient_of_the_sum_are_two_kinds(stand_ins
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("which", ["x", "weight", "out"])
+def test_a_sign_that_torch_has_only_noted_is_not_overlooked(stand_ins, which):
+    """Kernels get a copy of such an input, the long way, and never write to such an output."""
+    case = given(out=torch.empty(ROWS, HIDDEN, dtype=BF16))
+    noted = {**case, which: torch._neg_view(case[which])}
+    for _ in range(2):
+        launched = ways(stand_ins, rms_norm, **noted)
+        assert which == "out" or {one[0] for one in launched} == {"official"}
+        assert case[which].data_ptr() not in {argument for one in launched for argument in one[4]}
+        assert kinds(stand_ins, **case) <= {"official", "bare"}  # those at hand are not for such ones
+
+
+@pytest.mark.compiler
+def test_nor_is_that_of_a_gradient(stand_ins):
+    x, w = given()["x"].requires_grad_(), given()["weight"].requires_grad_()
+    dy = torch.ones_like(x)
+    for one in (dy, dy, torch._neg_view(dy)):
+        y = rms_norm(x, w)
+        launched = ways(stand_ins, y.backward, one)
+    assert {one[0] for one in launched} == {"official"}
+    assert dy.data_ptr() not in {argument for one in launched for argument in one[4]}
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", ["TensorGuards", "empty"])
+def test_a_torch_without_what_it_takes_has_no_short_way(stand_ins, name, monkeypatch):
+    monkeypatch.setattr(prepared, name, None)
+    for _ in range(2):
+        assert kinds(stand_ins, **given()) == {"official"}
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("which", ["x", "weight"])
 @pytest.mark.parametrize("call", [rms_norm, train])
 def test_misaligned_views_get_their_own_kernel(stand_ins, which, call):

@@ -31,8 +31,8 @@ MOST_ROW_COUNTS = 16
 ONE = (1,)
 """The strides of a vector."""
 
-# What compiled graphs ask of their inputs, in one question.
-TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+# What compiled graphs ask of their inputs, in one question. A release without it, or without `empty`, has no short way.
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 # What torch.cuda.current_device and Triton's driver call, less their layers of Python; and what Inductor's code makes
 # tensors with, on the current device: sizes, strides, dtype. Absent from builds for the CPU.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -118,7 +118,10 @@ class Prepared:
         self.frames: dict[int, Frame] = {}
 
     def call(self, kind: Any, given: Sequence[Tensor], x: Tensor) -> Call | None:
-        """Ready to be run for tensors like those that are given, one of them x; None where there is no `frame`."""
+        """Ready to be run for tensors like those that are given, one of them x; None where there is no `frame`, or
+        torch has not what it takes."""
+        if TensorGuards is None or empty is None:
+            return None
         frame = self.frame(x.numel() // self.hidden)
         return None if frame is None else Call(kind, self, frame.run, given, x)
 

@@ -14,7 +14,7 @@ from ..policies import INVARIANT
 from ..prepared import Call
 from . import quick, registered
 from . import rms_norm as norm
-from .arguments import PLAIN_TENSORS, check, check_like, check_out, is_distributed, written
+from .arguments import check, check_like, check_out, is_distributed, written
 from .main_grad import adding_to, asked_for, check_main_grad, not_differentiated, not_traced
 from .memory import check_memory
 from .notes import note_torch
@@ -195,7 +195,7 @@ def _into(
         for name, tensor in zip(names, out, strict=True):
             check_out(name, tensor, x, (x, residual, weight), instead)
         check_memory(dict(zip(names, out, strict=True)), {"x": x, "residual": residual, "weight": weight})
-        if call is not None and all(type(t) in PLAIN_TENSORS and t.is_contiguous() for t in out):
+        if call is not None and quick.are_usual(out):
             done = quick.add_forward(call, x, residual, weight, contract.eps, out)
             if done is not None:
                 return written(out[0]), written(out[1])

@@ -128,13 +128,16 @@ def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
 
 
 def bound(key: Key, tensors: dict[str, Tensor | None], nest: bool) -> tuple[tuple[str, ...], dict[str, Argument]]:
-    """The tensors by the names of kernel parameters, with the layout of their rows; and which of them are nested."""
+    """The tensors by the names of kernel parameters, with the layout of their rows; and which of them are nested. Those
+    whose sign torch has only noted, as of the imaginary part of a conjugate, are copied."""
     arguments: dict[str, Argument] = {f"{name}_ptr": t for name, t in tensors.items() if t is not None}
     if (weight := tensors["w"]) is not None:
+        weight = weight.resolve_neg()
         arguments["w_ptr"] = in_standard_layout(weight) if key.policy == INVARIANT else weight.contiguous()
     nested: tuple[str, ...] = ()
     for name in READ_BY_ROWS:
         if (tensor := tensors.get(name)) is not None:
+            tensor = tensor.resolve_neg()
             tensor = in_standard_layout(tensor) if key.policy == INVARIANT else tensor
             lying = rows_of(tensor, nest=nest and key.op == RMS_NORM)
             arguments |= {f"{name}_ptr": lying.tensor, **lying.arguments(name)}

@@ -100,15 +100,17 @@ def find(
         given = *given, residual
     if call is not None and call.fits(*given):
         return None, call
-    if not _are_usual(given) or (residual is not None and residual.shape != x.shape):
+    if not are_usual(given) or (residual is not None and residual.shape != x.shape):
         return None, None
     grads = [graded and t.requires_grad for t in given]
     return _of_kind(table, key, (*of_call, *grads), x, weight, given)
 
 
-def _are_usual(tensors: Iterable[Tensor]) -> bool:
-    """Plain tensors in standard layout, none of which a transform has left behind: such a one has no address."""
-    return all(type(t) in PLAIN_TENSORS and t.is_contiguous() and unwrapped(t) is t for t in tensors)
+def are_usual(tensors: Iterable[Tensor]) -> bool:
+    """Plain tensors in standard layout, none of which a transform has left behind: such a one has no address. Nor has
+    one whose sign torch has only noted its values there."""
+    usual = (type(t) in PLAIN_TENSORS and t.is_contiguous() and unwrapped(t) is t and not t.is_neg() for t in tensors)
+    return all(usual)
 
 
 def _of_kind(
@@ -151,8 +153,7 @@ def forward(
 
 def into(out: Tensor, call: Call, x: Tensor, weight: Tensor | None, eps: float) -> bool:
     """Write y to `out`; False, and nothing is written, where the long way must be taken."""
-    usual = type(out) in PLAIN_TENSORS and out.is_contiguous()
-    return usual and forward(call, x, weight, eps, out) is not None
+    return are_usual((out,)) and forward(call, x, weight, eps, out) is not None
 
 
 def add_forward(
@@ -197,7 +198,7 @@ def find_backward(
         given = *given, dsum
     if call is not None and call.fits(*given):
         return None, call
-    if not _are_usual(given):
+    if not are_usual(given):
         return None, None
     return _of_kind(table, key, key[:-1], x, weight, given)
 

@@ -167,7 +167,7 @@ def _into(
 
 def writable(out: Tensor, policy: str) -> bool:
     """Whether kernels may write to `out`; "invariant" has them compiled for aligned tensors only."""
-    return out.is_contiguous() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
+    return out.is_contiguous() and not out.is_neg() and (policy != INVARIANT or out.data_ptr() % 16 == 0)
 
 
 def _forward(
