@@ -118,6 +118,26 @@ def test_among_equals_the_choice_of_the_width_below_goes_on(db):
     assert [entry.rpartition(" ")[2] for entry in entries(printed(db))] == ["4", "8"]
 
 
+def test_among_equals_one_whose_bits_do_not_vary_is_taken(db):
+    """Of each width the atomic kernel is the fastest; where the other is tied with it, that one is the default."""
+    for hidden, together in ((1024, True), (4096, False)):
+        problem = replace(BACKWARD, hidden=hidden, rows=4096)
+        space = load_space("rms_norm")
+        atomic, partials = (space.candidates(problem, H200, f"persistent_{kind}")[0] for kind in ("atomic", "partials"))
+        keep(db, final(problem, atomic, 1.0, True), final(problem, partials, 1.004, together))
+    assert ["partials" in entry for entry in entries(printed(db))] == [True, False]
+
+
+def test_entries_of_fp32_are_for_fp32_alone(db, tmp_path):
+    problem = replace(FORWARD, rows=4096, x_dtype="fp32", weight_dtype="fp32")
+    keep(db, final(problem, single_block(problem, 8), 1.0, True))
+    text = printed(db, "--dtype", "fp32")
+    assert entries(text)[0].startswith('when: "X_BYTES == 4 and 511 < N <= 2048 and M > 511"')
+    space = asked(tmp_path, text)
+    assert space.default(problem, H200).num_warps == 8
+    assert space.default(replace(FORWARD, rows=4096), H200) is None
+
+
 def test_torch_is_no_default_but_counts_as_the_fastest(db):
     problem = replace(FORWARD, rows=64)
     keep(db, *finals(1024, 64, {2: 1.2, 4: 1.1}, ()), final(problem, TORCH, 1.0, True))

@@ -2,10 +2,11 @@
 
 The rule. Of each measured problem those finals may be its default that are tied with the best, or the fastest kernel
 where torch's own op won alone. At each width the one is taken that may be the default at most row counts, then, for the
-row counts that remain, again; among equals one that the width below has, then one that is tied at more problems of the
-table, then the first by its text. A choice holds for the widths nearer to its own than to another measured one, half
-the least and twice the largest included, and for the row counts nearer, by their ratio, to those where it was chosen,
-an eighth of the least and all above included. Neighbours with the same choices are one entry.
+row counts that remain, again; among equals one without atomic additions, whose bits do not vary, then one that the
+width below has, then one that is tied at more problems of the table, then the first by its text. A choice holds for the
+widths nearer to its own than to another measured one, half the least and twice the largest included, and for the row
+counts nearer, by their ratio, to those where it was chosen, an eighth of the least and all above included. Neighbours
+with the same choices are one entry. Entries of a dtype of another size than 2 bytes say so, and belong in front.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import records
 from .errors import ExportError
 from .expressions import Rule
-from .model import Config, Problem, Silicon, rows_bucket
+from .model import DTYPE_BYTES, Config, Problem, Silicon, rows_bucket
+from .policies import DETERMINISTIC
 from .space import SearchSpace, load_space
 from .store import Store
 
 REACH = 8
 """Row counts below the least measured one, by this factor, still get its choice."""
+USUAL_BYTES = 2
+"""Of an element of x. What was measured of bf16 is the default of other dtypes too, unless they have one of their own."""
 WIDTH = 116
 Span = tuple[int | None, int | None]
 """Above the first, up to the second; None where nothing limits it."""
@@ -150,7 +154,7 @@ def loss(space: SearchSpace, text: str, found: Measured) -> str:
     return told + (f"; not timed at {', '.join(untimed)}" if untimed else "")
 
 
-def sections(space: SearchSpace, cells: Sequence[Cell]) -> list[Section]:
+def sections(space: SearchSpace, silicon: Silicon, cells: Sequence[Cell]) -> list[Section]:
     """The entries of one direction, by width and then by row count; cells of one bucket count as the largest of it."""
     slots = {(c.problem.hidden, rows_bucket(c.problem.rows)): c for c in cells}
     widths = sorted({hidden for hidden, _ in slots})
@@ -161,7 +165,7 @@ def sections(space: SearchSpace, cells: Sequence[Cell]) -> list[Section]:
     last: list[Section] = []
     for hidden, least, most in zip(widths, below, above, strict=False):
         own = {bucket: cell for (width, bucket), cell in sorted(slots.items()) if width == hidden}
-        chosen = _chosen(space, own, {s.choice for s in last}, everywhere)
+        chosen = _chosen(space, silicon, own, {s.choice for s in last}, everywhere)
         now = [Section((least, most), rows, choice, part) for rows, choice, part in _spans(own, chosen)]
         if [(s.rows, s.choice) for s in now] == [(s.rows, s.choice) for s in last]:
             now = [
@@ -182,14 +186,22 @@ def _free(space: SearchSpace, problem: Problem, config: Config) -> Config:
 
 
 def _chosen(
-    space: SearchSpace, cells: Mapping[int, Cell], before: set[Config], everywhere: Mapping[Config, int]
+    space: SearchSpace,
+    silicon: Silicon,
+    cells: Mapping[int, Cell],
+    before: set[Config],
+    everywhere: Mapping[Config, int],
 ) -> dict[int, Config]:
     """The choice at each row count of one width."""
+    asked = [replace(cell.problem, policy=DETERMINISTIC) for cell in cells.values()]
+    steady = {family.name for problem in asked for family in space.families(problem, silicon)}
     fit = {bucket: {_free(space, cell.problem, config) for config in cell.fit} for bucket, cell in cells.items()}
     found: dict[int, Config] = {}
     while open_ := fit.keys() - found.keys():
         served = Counter(config for bucket in open_ for config in fit[bucket])
-        best = min(served, key=lambda c: (-served[c], c not in before, -everywhere[c], c.label()))
+        best = min(
+            served, key=lambda c: (-served[c], c.family not in steady, c not in before, -everywhere[c], c.label())
+        )
         found |= {bucket: best for bucket in open_ if best in fit[bucket]}
     return found
 
@@ -216,7 +228,9 @@ def _text(space: SearchSpace, found: Measured) -> str:
         for weight_grad in (True, False):
             if own := [cell for cell in cells if cell.problem.weight_grad is weight_grad]:
                 which = ("WEIGHT_GRAD" if weight_grad else "not WEIGHT_GRAD") if direction == "backward" else ""
-                for section in sections(space, own):
+                if (size := DTYPE_BYTES[own[0].problem.x_dtype]) != USUAL_BYTES:
+                    which = " and ".join(filter(None, (which, f"X_BYTES == {size}")))
+                for section in sections(space, found.silicon, own):
                     lines += _entry(space, section, which)
     return "\n".join(lines) + "\n"
 
