@@ -269,7 +269,7 @@ def test_every_family_that_invariant_may_choose_keeps_the_bits(direction, hidden
         for config in evenly(SPACE.candidates(problem, silicon, family.name), 2):
             choice = dispatch.Choice(problem, config, "this test", x.device)
             monkeypatch.setitem(dispatch._choices, key, choice)
-            monkeypatch.setattr(dispatch, "quick", {})  # what it knows is of the config before
+            monkeypatch.setattr(dispatch, "quick", dispatch.Table())  # what it knows is of the config before
             check_rows(x, w, dy)
 
 
