@@ -428,7 +428,7 @@ KNOWN_GOOD = [  # measured on H200: rows, hidden, then ROWS, num_warps, PROGRAMS
 
 
 @pytest.mark.parametrize(("rows", "hidden", "tile", "warps", "programs", "stages"), KNOWN_GOOD)
-def test_known_good_backward_is_in_the_space_and_the_default(
+def test_known_good_backward_is_in_the_space(
     space: SearchSpace, rows: int, hidden: int, tile: int, warps: int, programs: int, stages: int
 ) -> None:
     problem = backward(hidden, rows)
@@ -436,42 +436,39 @@ def test_known_good_backward_is_in_the_space_and_the_default(
     for family in ("persistent_partials", "persistent_atomic"):
         found = space.candidates(problem, H200, family, chosen)
         assert {c["RSTD"] for c in found} >= {"saved"}
-    default = space.default(problem, H200)
-    assert default in space.candidates(problem, H200, "persistent_partials", chosen)
 
 
 # measured on H200: .81 of an addition of the same bytes, .79, .76
 @pytest.mark.parametrize(("rows", "hidden", "splits"), [(2048, 32768, 8), (1024, 65536, 16), (512, 131072, 32)])
-def test_known_good_backward_of_wide_rows_is_in_the_space_and_the_default(
+def test_known_good_backward_of_wide_rows_is_in_the_space(
     space: SearchSpace, rows: int, hidden: int, splits: int
 ) -> None:
     problem = backward(hidden, rows)
     chosen = {"SPLITS": splits, "ROWS": 1, "PROGRAMS_PER_SM": 2, "num_warps": 4}
-    assert [space.default(problem, H200)] == space.candidates(problem, H200, "split_row_meet", chosen)
+    assert len(space.candidates(problem, H200, "split_row_meet", chosen)) == 1
+    default = space.default(problem, H200)
+    assert default is not None
+    assert default.family == "split_row_meet"
 
 
-# measured on H200: rows, hidden, then COLS, DEPTH, num_warps; microseconds there, and of the best two launches
 @pytest.mark.parametrize(
-    ("rows", "hidden", "cols", "depth", "warps"),
-    [
-        (16, 4096, 32, 16, 4),  # 2.0, 3.5
-        (64, 4096, 32, 64, 4),  # 2.8, 5.2
-        (256, 8192, 32, 128, 8),  # 6.6, 10.2
-        (1024, 4096, 32, 128, 8),  # 10.6, 11.7
-    ],
+    ("rows", "hidden"), [(16, 4096), (64, 4096), (256, 8192), (1024, 4096), (64, 2048), (8, 14336)]
 )
-def test_few_rows_take_one_launch_by_default(
-    space: SearchSpace, rows: int, hidden: int, cols: int, depth: int, warps: int
-) -> None:
-    chosen = {"ROWS": 1, "COLS": cols, "DEPTH": depth, "num_warps": warps}
-    default = space.default(backward(hidden, rows), H200)
-    assert default == space.candidates(backward(hidden, rows), H200, "side_by_side", chosen)[0]
-    assert default == load_space("add_rms_norm").default(backward(hidden, rows), H200), "not measured, hence the same"
+def test_few_rows_take_one_launch_by_default(rows: int, hidden: int) -> None:
+    """2.0 us at 16x4096 (H200), where the best two launches take 3.5; 6.6 at 256x8192 and 10.2."""
+    for op in ("rms_norm", "add_rms_norm"):
+        problem = dataclasses.replace(backward(hidden, rows), op=op)
+        default = load_space(op).default(problem, H200)
+        assert default is not None
+        assert default.family == "side_by_side"
 
 
-def test_known_good_forward_on_wide_rows_is_the_default(space: SearchSpace) -> None:
-    for rows, hidden, chunk, warps in ((4096, 16384, 4096, 16), (2048, 32768, 8192, 32), (1024, 65536, 16384, 32)):
-        assert space.default(forward(hidden, rows), H200) == Config.of("two_pass", {"CHUNK": chunk, "num_warps": warps})
+def test_forward_of_wide_rows_goes_over_them_twice_by_default(space: SearchSpace) -> None:
+    """Of a copy: .98 at 4096x16384 (H200), .96 at 2048x32768, .83 at 1024x65536."""
+    for rows, hidden in ((4096, 16384), (2048, 32768), (1024, 65536)):
+        default = space.default(forward(hidden, rows), H200)
+        assert default is not None
+        assert default.family == "two_pass"
 
 
 def test_knobs_that_matter_are_searched_at_4096(space: SearchSpace) -> None:

@@ -52,14 +52,31 @@ def problems(op):
 
 @pytest.mark.parametrize("member", MEMBERS, ids="-".join)
 def test_trap_too_few_warps(member):
-    """A thread that holds more than 64 elements of a row spills; the default stays at 32, with a margin."""
+    """A thread that holds more than 64 elements of a row spills; the default stays at 32, with a margin, where no sweep
+    has chosen it."""
     op, *mine = member
     starved = []
-    for problem in problems(op):
-        default = SPACES[op].default(problem, H200)
-        if default is not None and [problem.direction, default.family] == mine and elements_a_thread(default) > 32:
-            starved.append(f"{problem.label()}: {default.label()}")
+    for silicon, most in ((of_arch("sm_80"), 32), (H200, 64)):
+        for problem in problems(op):
+            default = SPACES[op].default(problem, silicon)
+            if (
+                default is not None
+                and [problem.direction, default.family] == mine
+                and elements_a_thread(default) > most
+            ):
+                starved.append(f"{silicon.arch}, {problem.label()}: {default.label()}")
     assert starved == [], f"{' '.join(member)}: too few warps in its defaults"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("op", SPACES)
+def test_trap_too_few_warps_spill_in_no_default_of_a_sweep(op):
+    """Those beyond that margin, compiled."""
+    defaults = {(replace(problem, rows=0), SPACES[op].default(problem, H200)): problem for problem in problems(op)}
+    bold = {key: p for key, p in defaults.items() if key[1] is not None and elements_a_thread(key[1]) > 32}
+    found = {p.label(): compile_candidate(op_spec(op), p, config, H200).spill_bytes for (_, config), p in bold.items()}
+    assert set(found.values()) <= {0}, found
+    assert found, "none is left: the margin holds everywhere"
 
 
 @pytest.mark.parametrize("hidden", [4096, 16384, 32768])
