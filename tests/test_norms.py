@@ -20,8 +20,10 @@ from rivals.show import markdown, remarks
 from rivals.verdicts import LEVEL, LOST, NO_BAND, WON, contest, contests, figure
 from rivals.watch import Found, measured
 
+from tunegen import paths
 from tunegen.bench import FINAL_BLOCKS, steady
 from tunegen.ops import op_spec, row_tensors
+from tunegen.recorded import load_recording
 from tunegen.verify import Gate
 
 STAMP = Stamp("first", "s1", "2026-11-30", "abc", "python norms.py", "H200", "580", "2.11", "3.6")
@@ -390,3 +392,9 @@ def test_remarks_say_who_has_no_time_and_who_failed_the_gate():
         f"Apex: not measured: ModuleNotFoundError: No module named 'apex' ({CELL.label()})",
         f"FLA: timed though it fails the gate of  ({CELL.label()})",
     ]
+
+
+def test_the_table_to_sweep_holds_the_cells():
+    """`tunegen sweep --from benchmarks/table.json` tunes what is then measured side by side."""
+    found = load_recording(paths.PACKAGE.parent / "benchmarks" / "table.json").counts()
+    assert found == {cell.problem(): 1 for cell in CELLS}
