@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import lzma
 import sqlite3
+import sys
+import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 
@@ -12,7 +15,7 @@ from command import output, run
 from fake_gpu import H200
 from stored import keep
 
-from tunegen import dispatch, records
+from tunegen import dispatch, packed, records
 from tunegen.evaluate import TORCH
 from tunegen.migrations import STEPS
 from tunegen.model import Conditions, Measurement, Problem, Resources, Trial, TrialState
@@ -332,3 +335,89 @@ def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     assert "holds a value that JSON cannot" in run("export", file, "--db", source).stderr
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_packed_file_holds_the_same_in_the_same_bytes(source, tmp_path):
+    file, copy = tmp_path / "results.jsonl.xz", tmp_path / "copy.db"
+    told = output("export", file, "--db", source)
+    assert told == f"{file}: 21 trials; sweeps: 3, GPUs: 2\n"
+    first = file.read_bytes()
+    assert lzma.decompress(first, lzma.FORMAT_XZ) == exported(source).read_bytes()
+    output("export", file, "--db", source)
+    assert file.read_bytes() == first
+    assert output("import", file, "--db", copy).endswith("21 trials added, 0 were there already, 0 left out\n")
+    assert dump(copy) == dump(source)
+
+
+HUGE = {"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 2 * packed.WORKING}
+PACKED = {
+    "no xz": (lambda whole: b'{"record": "header"}\n', " as xz: "),
+    "another packer's": (lambda whole: lzma.compress(b"{}", lzma.FORMAT_ALONE), " as xz: "),
+    "half": (lambda whole: whole[: len(whole) // 2], ": its xz is cut short"),
+    "all but its last byte": (lambda whole: whole[:-1], ": its xz is cut short"),
+    "nothing": (lambda whole: b"", ": its xz is cut short"),
+    "a wrong byte": (lambda whole: whole[:90] + bytes([whole[90] ^ 1]) + whole[91:], " as xz: "),
+    "two files": (lambda whole: whole + whole, " bytes stand behind the end of its xz"),
+    "dictionary": (lambda whole: lzma.compress(b"{}", filters=[HUGE]), " as xz: Memory usage limit"),
+    "nonsense": (lambda whole: lzma.compress(b"nonsense\n"), ":1: the line: no JSON: "),
+    "no text": (lambda whole: lzma.compress(b"\xff\xfe\n"), ":1: the line: no text in UTF-8"),
+    "an empty one": (lambda whole: lzma.compress(b""), ":1: record: the file is empty"),
+    "fewer trials": (lambda whole: lzma.compress(lzma.decompress(whole).rpartition(b"\n{")[0]), ":1: trial: says 21"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_file_that_is_wrong_is_refused(source, tmp_path, name):
+    change, told = PACKED[name]
+    file, db = tmp_path / "results.jsonl.xz", tmp_path / "untouched.db"
+    output("export", file, "--db", source)
+    file.write_bytes(change(file.read_bytes()))
+    message = refused(file, db)
+    assert str(file) in message
+    assert told in message
+    assert not db.exists()
+
+
+def test_packed_file_that_is_not_there_is_refused(tmp_path):
+    assert "cannot read" in refused(tmp_path / "x.jsonl.xz", tmp_path / "x.db")
+    (tmp_path / "folder.xz").mkdir()
+    assert "cannot read" in refused(tmp_path / "folder.xz", tmp_path / "x.db")
+
+
+def test_packed_file_has_a_limit_when_it_is_read_and_when_it_is_written(source, tmp_path, monkeypatch):
+    file, db = tmp_path / "results.jsonl.xz", tmp_path / "x.db"
+    output("export", file, "--db", source)
+    whole, size = file.read_bytes(), len(lzma.decompress(file.read_bytes()))
+    monkeypatch.setattr(packed, "LIMIT", size - 1)
+    assert f"cannot read {file}: it holds more than" in refused(file, db)
+    result = run("export", file, "--db", source)
+    assert result.exit_code == 2
+    assert f"cannot write {file}: it would hold more than" in result.stderr
+    assert file.read_bytes() == whole
+    assert not db.exists()
+    monkeypatch.setattr(packed, "LIMIT", size)
+    output("export", file, "--db", source)
+    output("import", file, "--db", db)
+
+
+def test_small_file_that_unpacks_to_much_does_not_fill_the_memory(tmp_path, monkeypatch):
+    file = tmp_path / "results.jsonl.xz"
+    file.write_bytes(lzma.compress(bytes(2**25), preset=0))
+    monkeypatch.setattr(packed, "LIMIT", 2**20)
+    tracemalloc.start()
+    message = refused(file, tmp_path / "x.db")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "it holds more than" in message
+    assert peak < 2**24
+
+
+def test_python_without_lzma_says_so_and_writes_plain_files(source, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    file = tmp_path / "results.jsonl.xz"
+    result = run("export", file, "--db", source)
+    assert (result.exit_code, file.exists()) == (2, False)
+    assert f"this Python has no lzma, which {file} needs" in result.stderr
+    file.touch()
+    assert "take a name without .xz" in refused(file, tmp_path / "x.db")
+    assert exported(source).exists()

@@ -21,6 +21,7 @@ except ImportError:  # Python 3.10: pytest brings it
 
 REPOSITORY = paths.PACKAGE.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 RESOURCES = ("templates", "search_spaces")
 ASK = """
 from tunegen import paths
@@ -59,9 +60,17 @@ def test_every_resource_is_in_the_wheel():
     sources = "".join(path.read_text() for path in paths.PACKAGE.rglob("*.py"))
     used = set(re.findall(r'paths\.resource\("(\w+)"\)', sources))
     assert used == set(RESOURCES)
-    included = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    included = WHEEL["force-include"]
     assert included == {name: f"tunegen/{name}" for name in used}
     assert all((REPOSITORY / name).is_dir() for name in included)
+
+
+def test_measured_results_are_not_in_the_wheel():
+    """They belong to the repository: nothing in the package reads them."""
+    assert WHEEL.keys() == {"packages", "force-include"}
+    assert WHEEL["packages"] == ["tunegen"]
+    assert [path.name for path in paths.PACKAGE.rglob("*") if ".jsonl" in path.name or ".db" in path.name] == []
+    assert (REPOSITORY / "cache" / "h200.jsonl.xz").is_file()
 
 
 @pytest.fixture

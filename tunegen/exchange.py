@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def export_command(file: Path | None, defaults: bool, arch: str | None, db: Path, **filters: Any) -> None:
     """Write what the database holds to FILE as JSON Lines, for `tunegen import`.
 
-    With options only the trials that match, with their GPUs and sweeps. With --defaults no file is written: what is
-    printed belongs into search_spaces/, and says what it loses against the fastest kernels that were measured.
+    A name that ends in .xz, such as h200.jsonl.xz, makes it small. With options only the trials that match, with
+    their GPUs and sweeps. With --defaults no file is written: what is printed belongs into search_spaces/, and says
+    what it loses against the fastest kernels that were measured.
 
     Example: tunegen export h200.jsonl --hidden 4096
     """
@@ -63,7 +64,7 @@ def import_command(file: Path, db: Path) -> None:
 
     What is in the database stays: trials that it has already are left out, and those that disagree with it are named.
 
-    Example: tunegen import h200.jsonl --db h200.db
+    Example: tunegen import h200.jsonl.xz --db h200.db
     """
     from .importing import import_file
 

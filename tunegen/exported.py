@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from . import records
+from . import packed, records
 from .errors import ExportError
 from .exporting import FORMAT, SCHEMA, TABLES, Row
 from .migrations import Column, tables
@@ -59,15 +60,15 @@ class _Line:
 def read_export(path: Path) -> Exported:
     """Read the whole file.
 
-    Raises ExportError: it cannot be read, is of another format or a later schema, is cut short, or a record is not as
-    this module of tunegen would have written it; the message names the line and the key.
+    Raises ExportError: it cannot be read or unpacked, is of another format or a later schema, is cut short, or a record
+    is not as this module of tunegen would have written it; the message names the line and the key.
     """
     found: dict[str, list[Row]] = {kind: [] for kind in TABLES}
     header: Row | None = None
     keys: dict[tuple[object, ...], int] = {}
     line = _Line(path, 1)
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with _opened(path) as file:
             for number, text in enumerate(file, 1):
                 line = _Line(path, number)
                 record = _record(text, line)
@@ -93,6 +94,12 @@ def read_export(path: Path) -> Exported:
 
 
 _ADVICE = "make one with `tunegen export`"
+
+
+def _opened(path: Path) -> TextIO:
+    if packed.is_packed(path):
+        return io.TextIOWrapper(io.BytesIO(packed.unpack(path)), encoding="utf-8", newline="\n")
+    return path.open(encoding="utf-8", newline="\n")
 
 
 def _record(text: str, line: _Line) -> Row:

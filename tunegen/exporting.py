@@ -2,7 +2,8 @@
 
 Every line is an object whose `record` says what it is: `header`, `silicon`, `sweep` or `trial`; its other keys are the
 columns of that table. Columns that are NULL are left out. Ids count from 1 in the file's own order, which is that of
-the database, so that the same results give the same bytes. `samples` of a trial holds a list for each column.
+the database, so that the same results give the same bytes. `samples` of a trial holds a list for each column. A file
+whose name ends in `.xz` is packed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import records
+from . import packed, records
 from .errors import ExportError, StoreError
 from .migrations import STEPS, tables
 from .paths import write_whole
@@ -40,8 +41,9 @@ def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str,
         text = "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in [header, *body])
     except (TypeError, ValueError) as error:
         raise StoreError(f"{store.path} holds a value that JSON cannot: {error}; delete its row") from error
+    data = packed.pack(text.encode(), path) if packed.is_packed(path) else text.encode()
     try:
-        write_whole(path.absolute(), text.encode(), 0o644)
+        write_whole(path.absolute(), data, 0o644)
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror}; choose another file") from error
     return counts
