@@ -10,7 +10,6 @@ import triton.language as tl
 from tunegen.model import Launch, Plan, Scratch
 
 
-
 @triton.jit(do_not_specialize=["M"])
 def backward_split_row_meet(
     x_ptr,  # [M, N]
