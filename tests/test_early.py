@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -9,7 +11,7 @@ import pytest
 from fake_gpu import FakeGpu
 
 from tunegen import early
-from tunegen.early import started_early
+from tunegen.early import interrupts_held, started_early
 
 
 @pytest.fixture
@@ -71,3 +73,50 @@ tunegen.cli.main(["sweep", "--hidden", "64", "--seed", "3"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "(None, None, 3) False False\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_torch_is_imported_ends_the_command_in_order(number):
+    """One that came as numpy was imported was dropped, and the sweep went on; SIGTERM left semaphores behind."""
+    program = f"""
+import contextlib, os, sys, time
+import tunegen.cli
+
+class Drops:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), {int(number)})
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Drops())
+tunegen.cli.started_early = lambda *options: contextlib.nullcontext()
+tunegen.cli.main(["sweep", "--hidden", "64"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "tunegen: interrupted\n")
+
+
+def test_an_interrupt_that_is_held_comes_at_the_end():
+    reached = []
+
+    def interrupted():
+        with interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_is_ignored_is_not_held():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN

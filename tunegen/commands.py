@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +43,6 @@ def run_sweep(
     budget, seed = options["budget"], options["seed"]
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to stop: as orderly as Ctrl-C
     began = time.monotonic()
     if told := new_folder(options["db"]):
         console.print(told, soft_wrap=True)
