@@ -109,7 +109,8 @@ class CompilePool:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._executor is not None:
+        # What runs still is of a problem that was left out: nobody waits for it, and it may never end.
+        if kind is None and self._executor is not None and all(future.done() for future in self._begun.values()):
             self._executor.shutdown()
         else:
             self._kill()
