@@ -33,7 +33,7 @@ from .store import Store
 REACH = 8
 """Row counts below the least measured one, by this factor, still get its choice."""
 USUAL_BYTES = 2
-"""Of an element of x. What was measured of bf16 is the default of other dtypes too, unless they have one of their own."""
+"""Of an element of x. What was measured of bf16 is the default of other dtypes too, unless they have their own."""
 WIDTH = 116
 Span = tuple[int | None, int | None]
 """Above the first, up to the second; None where nothing limits it."""
