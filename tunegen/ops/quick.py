@@ -20,7 +20,8 @@ from .. import dispatch, launch, paths, policies, prepared
 from ..compile import ArgumentClass
 from ..key import Key
 from ..prepared import MISALIGNED, ONE, Call, Prepared, Table
-from .arguments import PLAIN_TENSORS, READ_BY_ROWS
+from ..reference import accumulate_dtype
+from .arguments import PLAIN_TENSORS, READ_BY_ROWS, has_storage, unwrapped
 
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
@@ -42,7 +43,6 @@ Pair = tuple[Tensor, Tensor]
 Values = tuple[Any, ...]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
-unwrapped: Any = torch._C._functorch.unwrap_if_dead
 is_grad_enabled: Any = torch.is_grad_enabled
 is_deterministic: Any = torch._C._get_deterministic_algorithms
 in_context: Any = policies._POLICY.get
@@ -107,9 +107,12 @@ def find(
 
 
 def are_usual(tensors: Iterable[Tensor]) -> bool:
-    """Plain tensors in standard layout, none of which a transform has left behind: such a one has no address. Nor has
-    one whose sign torch has only noted its values there."""
-    usual = (type(t) in PLAIN_TENSORS and t.is_contiguous() and unwrapped(t) is t and not t.is_neg() for t in tensors)
+    """Plain tensors in standard layout, none of which a transform has left behind or holds a batch: such a one has no
+    address. Nor has one whose sign torch has only noted its values there."""
+    usual = (
+        type(t) in PLAIN_TENSORS and has_storage(t) and t.is_contiguous() and unwrapped(t) is t and not t.is_neg()
+        for t in tensors
+    )
     return all(usual)
 
 
@@ -196,9 +199,12 @@ def find_backward(
     given = (dy, x) if weight is None else (dy, x, weight)
     if apart:
         given = *given, dsum
+    if rstd is not None:
+        given = *given, rstd
     if call is not None and call.fits(*given):
         return None, call
-    if not are_usual(given):
+    # Hooks of saved tensors may have brought back what they like.
+    if not are_usual(given) or dy.dtype != x.dtype or (rstd is not None and rstd.dtype != accumulate_dtype(x)):
         return None, None
     return _of_kind(table, key, key[:-1], x, weight, given)
 
