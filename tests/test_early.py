@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
-from fake_gpu import FakeGpu
+from click.testing import CliRunner
+from fake_gpu import H200, FakeGpu
 
-from tunegen import early
-from tunegen.early import interrupts_held, started_early
+from tunegen import cli, commands, early
+from tunegen.early import Early, interrupts_held, started_early
+from tunegen.pool import CompilePool
 
 
 @pytest.fixture
@@ -51,6 +54,17 @@ def test_nothing_is_started_without_a_driver(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(early, "DRIVERS", (tmp_path / "none",))
     with started_early(None, None, 0) as found:
         assert found is None
+
+
+def test_compilers_go_on_for_a_target_where_the_gpu_cannot_be_used(gpu, tmp_path, monkeypatch):
+    pool = CompilePool(None, 1, gpu.compile)
+    monkeypatch.setattr(cli, "started_early", lambda *options: contextlib.nullcontext(Early(None, pool)))
+    monkeypatch.setattr(commands, "target_of", lambda arch: H200)
+    options = ["--hidden", "64", "--rows", "1", "--direction", "forward", "--db", str(tmp_path / "tune.db")]
+    done = CliRunner().invoke(cli.main, ["sweep", *options])
+    assert done.exit_code == 0, done.output
+    assert pool.silicon == H200
+    assert gpu.lines("compile")
 
 
 def test_nothing_is_started_under_the_interpreter(gpu, monkeypatch):

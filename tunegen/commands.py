@@ -49,7 +49,7 @@ def run_sweep(
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
             if target is not None:
-                trials = sweep_target(store, problems, target, seed, progress, arguments)
+                trials = sweep_target(store, problems, target, seed, progress, arguments, early and early.pool)
             elif len(devices := devices_of(options["gpus"])) == 1:
                 worker, pool = early or (Worker(devices[0], seed), None)
                 results = [sweep_gpu(store, problems, budget, seed, progress, arguments, worker, pool=pool)]
