@@ -969,15 +969,24 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class SeenUnguarded(Seen):
+    """As those of selective checkpoints, which guards leave out."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+
 @pytest.mark.compiler
+@pytest.mark.parametrize("seen", [Seen, SeenUnguarded])
 @pytest.mark.parametrize("call", [rms_norm, train])
-def test_a_dispatch_mode_sees_the_outputs_made(stand_ins, call):
+def test_a_dispatch_mode_sees_the_outputs_made(stand_ins, call, seen):
     """Such as one that counts memory, or that replays what a checkpoint kept by the count of each operator."""
     case = given()
     for _ in range(2):
         call(**case)
     for _ in range(2):
-        with Seen() as mode:
+        with seen() as mode:
             assert kinds(stand_ins, call=call, **case) == {"official"}
         assert mode.names.count("aten::empty") >= (1 if call is rms_norm else 3)
     assert kinds(stand_ins, call=call, **case) == {"bare"}, "what was at hand stays there"

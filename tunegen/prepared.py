@@ -38,7 +38,6 @@ TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-modes: Any = torch._C._len_torch_dispatch_stack
 
 Run = Callable[..., bool]
 """Runs all launches of a call on the current stream, given addresses and eps. False, and nothing is launched, where
@@ -120,9 +119,8 @@ class Prepared:
 
     def call(self, kind: Any, given: Sequence[Tensor], x: Tensor) -> Call | None:
         """Ready to be run for tensors like those that are given, one of them x; None where there is no `frame`, or
-        torch has not what it takes, or a dispatch mode is active, which is to see outputs made. `fits` is false under
-        one."""
-        if TensorGuards is None or empty is None or modes():
+        torch has not what it takes."""
+        if TensorGuards is None or empty is None:
             return None
         frame = self.frame(x.numel() // self.hidden)
         return None if frame is None else Call(kind, self, frame.run, given, x)

@@ -43,6 +43,9 @@ Pair = tuple[Tensor, Tensor]
 Values = tuple[Any, ...]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
+# How many modes are to see outputs made. The guards of a call do not tell: they leave out those of torch's compilers
+# and of selective checkpoints, which replay what they kept by the count of each operator.
+modes: Any = torch._C._len_torch_dispatch_stack
 is_grad_enabled: Any = torch.is_grad_enabled
 is_deterministic: Any = torch._C._get_deterministic_algorithms
 in_context: Any = policies._POLICY.get
@@ -84,6 +87,7 @@ def find(
         or not 0.0 <= eps <= LARGEST
         or offset.__class__ not in NUMBERS  # True equals 1.0, but is refused
         or transform() is not None
+        or modes()
         or forward_ad._current_level >= 0
         or paths.disabled()
     ):
@@ -102,8 +106,7 @@ def find(
         return None, call
     if not are_usual(given) or (residual is not None and residual.shape != x.shape):
         return None, None
-    grads = [graded and t.requires_grad for t in given]
-    return _of_kind(table, key, (*of_call, *grads), x, weight, given)
+    return _of_kind(table, key, (*of_call, *[graded and t.requires_grad for t in given]), x, weight, given)
 
 
 def are_usual(tensors: Iterable[Tensor]) -> bool:
@@ -190,7 +193,7 @@ def find_backward(
 ) -> tuple[Values | None, Call | None]:
     """As `find`, of all that decides what a backward launches; `contract` has offset, casting and policy of its
     forward."""
-    if type(x) not in PLAIN_TENSORS or transform() is not None:
+    if type(x) not in PLAIN_TENSORS or transform() is not None or modes():
         return None, None
     apart = None if dsum is None else dsum is not dy  # `fits` turns down a tensor that is given twice
     key: Values = contract, weight_grad, rstd is None, weight is None, apart, x.shape
