@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from fake_gpu import H200, FakeGpu
 
 from tunegen import cli, commands, early
-from tunegen.early import Early, interrupts_held, started_early
-from tunegen.pool import CompilePool
+from tunegen.early import Early, started_early
+from tunegen.pool import CompilePool, deaf_to_interrupts, interrupts_held
 
 
 @pytest.fixture
@@ -113,18 +113,24 @@ tunegen.cli.main(["sweep", "--hidden", "64"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "tunegen: interrupted\n")
 
 
-def test_an_interrupt_that_is_held_comes_at_the_end():
-    reached = []
+@pytest.mark.parametrize("held", [interrupts_held, deaf_to_interrupts])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_is_held_comes_at_the_end(held, number):
+    """SIGTERM half way through the start of a child had that print a traceback."""
+    before, reached = signal.signal(signal.SIGTERM, signal.default_int_handler), []
 
     def interrupted():
-        with interrupts_held():
-            os.kill(os.getpid(), signal.SIGINT)
+        with held():
+            os.kill(os.getpid(), number)
             reached.append(True)
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert reached
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert reached
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        assert signal.signal(signal.SIGTERM, before) is signal.default_int_handler
 
 
 def test_an_interrupt_that_is_ignored_is_not_held():

@@ -30,12 +30,13 @@ from .cli_options import (
     sum_option,
     weight_option,
 )
-from .early import interrupts_held, started_early, stop_in_order
+from .early import started_early, stop_in_order
 from .errors import TunegenError
 from .exchange import export_command, import_command
 from .expressions import Rule
 from .model import CASTINGS, DIRECTIONS, Problem
 from .ops import OPS
+from .pool import interrupts_held
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)

@@ -41,21 +41,3 @@ def started_early(gpus: str | None, arch: str | None, seed: int) -> Iterator[Ear
 def stop_in_order() -> None:
     """Have SIGTERM, a batch system's way to stop, end this process as Ctrl-C does: what it has started ends with it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of the block, which imports torch: numpy's start, among others, drops what
-    they raise, and the sweep would go on as if nobody had asked it to stop."""
-    came: list[int] = []
-    raising = signal.default_int_handler  # a signal that is ignored, by nohup say, stays so
-    held = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is raising]
-    for number in held:  # not blocked: other threads of this process would take it
-        signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for number in held:
-            signal.signal(number, raising)
-    if came:
-        raise KeyboardInterrupt
