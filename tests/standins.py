@@ -16,6 +16,7 @@ import torch
 from helpers import OP_MODULE
 
 from tunegen import dispatch, launch, prepared
+from tunegen.ops.arguments import has_address
 from tunegen.silicon import of_arch
 
 STREAM = 7
@@ -43,6 +44,11 @@ class CudaLauncher:
 
 def _address(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _has_kernels(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Also on the CPU."""
+    return x.numel() > 0 and all(has_address(tensor) for tensor in (x, *others) if tensor is not None)
 
 
 class Compiled:
@@ -75,7 +81,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(prepared, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(prepared, "current_device", lambda: found.device)
     monkeypatch.setattr(prepared, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(OP_MODULE, "has_kernels", lambda x, *others: x.numel() > 0)
+    monkeypatch.setattr(OP_MODULE, "has_kernels", _has_kernels)
     monkeypatch.setattr(OP_MODULE, "key_of", lambda *args, **named: key(*args, **named)._replace(device=0))
     monkeypatch.setattr(dispatch, "Choice", lambda p, config, why, device, stored: choice(p, config, why, cpu, stored))
     monkeypatch.setattr(dispatch, "silicon_of", lambda index: of_arch("sm_90"))

@@ -355,6 +355,7 @@ def test_what_answers_is_named(place):
 def test_a_residual_that_is_no_plain_tensor_gets_no_kernel(monkeypatch):
     """DTensor and the like: torch answers."""
     monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "has_address", lambda tensor: True)
     on_a_gpu = SimpleNamespace(is_cuda=True, numel=lambda: 16)
     assert OP_MODULE.has_kernels(on_a_gpu, None, on_a_gpu)
     assert not OP_MODULE.has_kernels(on_a_gpu, None, torch.ones(16))

@@ -85,6 +85,17 @@ def test_kernels_of_a_config_are_loaded_once_for_all_row_counts(digest, monkeypa
     assert len(made) == 4
 
 
+def test_a_template_that_forgets_rstd_is_asked_for_it(digest, monkeypatch):
+    """One text, with rstd and without: as one variant it was never asked for rstd, and passed the gate."""
+    monkeypatch.setattr(evaluate, "Variant", lambda source, *_: SimpleNamespace(source=source))
+    template_of(DEFAULT, paths.PACKAGE).write_text("FORGETS = True\n")
+    render._render.cache_clear()
+    session = Here()
+    session.device, session.known = None, {}
+    asked = [variant.source.flags["save_rstd"] for variant in Session.variants(session, DEFAULT)]
+    assert asked == [False, True]
+
+
 @pytest.fixture
 def digest(tmp_path, monkeypatch):
     """Of the text that this process launches for the default."""

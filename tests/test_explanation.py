@@ -257,9 +257,16 @@ def test_reasons_agree_with_the_hot_check(monkeypatch):
     """Each reason holds where `has_kernels` is false for it alone."""
     x = SimpleNamespace(is_cuda=True, numel=lambda: 4, device="cuda:0")
     monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "has_address", lambda tensor: tensor is not sparse)
+    sparse = SimpleNamespace(is_cuda=True, numel=lambda: 4, device="cuda:0")
     assert (OP_MODULE.has_kernels(x, None), OP_MODULE.no_kernels_because(x, None)) == (True, "")
     empty = SimpleNamespace(is_cuda=True, numel=lambda: 0, device="cuda:0")
-    for tensor, weight, words in ((empty, None, "no elements"), (x, torch.ones(4), "Tensor is no plain tensor")):
+    for tensor, weight, words in (
+        (empty, None, "no elements"),
+        (x, torch.ones(4), "Tensor is no plain tensor"),
+        (x, sparse, "no memory of its own"),
+        (sparse, None, "no memory of its own"),
+    ):
         assert not OP_MODULE.has_kernels(tensor, weight)
         assert words in OP_MODULE.no_kernels_because(tensor, weight)
     monkeypatch.setenv("TUNEGEN_DISABLE", "1")

@@ -74,6 +74,18 @@ def test_pool_that_breaks_while_it_is_asked_is_a_broken_one(gpu, monkeypatch, ti
         assert dict(pool.compile(PROBLEM, TILES[:2])) == dict.fromkeys(TILES[:2], last)
 
 
+def test_its_end_does_not_wait_for_what_nobody_waits_for(gpu):
+    """Of a problem that was left out after its candidates had begun to compile: one that hung kept the sweep."""
+    gpu.faults = {TILES[1].label(): "compiles for ever"}
+    with pool_of(gpu) as pool:
+        list(pool.compile(PROBLEM, TILES[:1]))
+        pool.begin(PROBLEM, TILES[1:2])
+        wait_until(lambda: TILES[1].label() in gpu.lines("compile"))
+        began = time.monotonic()
+    assert time.monotonic() - began < 60
+    wait_until(lambda: not alive(gpu.processes()))
+
+
 def test_compiler_that_hangs_costs_one_candidate(gpu):
     gpu.faults = {TILES[1].label(): "compiles for ever"}
     with pool_of(gpu) as pool:

@@ -18,6 +18,7 @@ from helpers import OP_MODULE, draw, weight_of
 from standins import STREAM, CudaLauncher
 from test_launch import SPLIT, arguments_of, bound_variant
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegen
 from tunegen import add_rms_norm, add_rms_norm_, dispatch, launch, lookup, policies, prepared, rms_norm
@@ -235,8 +236,8 @@ def test_everything_that_changes_what_answers_backward_is_in_its_key():
     usual = {**given(), "dy": draw(ROWS, HIDDEN, dtype=BF16), "rstd": torch.ones(ROWS), "weight_grad": True}
     usual |= {"contract": (0.0, "fp32", "fastest"), "dsum": None}
     changes = {
-        "dy": [draw(ROWS, HIDDEN)],
-        "x": [draw(ROWS, HIDDEN), draw(ROWS, 80, dtype=BF16), draw(2 * ROWS, HIDDEN, dtype=BF16)],
+        "dy": [draw(ROWS, HIDDEN, dtype=BF16).to("meta")],
+        "x": [draw(ROWS, 80, dtype=BF16), draw(2 * ROWS, HIDDEN, dtype=BF16)],
         "weight": [None, weight_of(HIDDEN), weight_of(80, BF16), weight_of(HIDDEN, BF16).to("meta")],
         "rstd": [None],
         "contract": [(1.0, "fp32", "fastest"), (0.0, "llama", "fastest"), (0.0, "fp32", "deterministic")],
@@ -246,9 +247,12 @@ def test_everything_that_changes_what_answers_backward_is_in_its_key():
     assert set(changes) == set(inspect.signature(quick.find_backward).parameters) == set(usual)
     changes["x"].append(torch.empty(ROWS, HIDDEN, dtype=BF16, device="meta"))
     calls = [usual, *({**usual, name: value} for name, values in changes.items() for value in values)]
+    calls.append({**usual, "dy": draw(ROWS, HIDDEN), "x": draw(ROWS, HIDDEN)})
     keys = [quick.find_backward(**call)[0] for call in calls]
     assert None not in keys
     assert len({*keys}) == len(keys)
+    for unlike in ({"dy": draw(ROWS, HIDDEN)}, {"rstd": torch.ones(ROWS, dtype=BF16)}):
+        assert quick.find_backward(**{**usual, **unlike}) == (None, None)
 
 
 def becomes(change):
@@ -951,3 +955,64 @@ def test_the_launcher_of_this_triton_takes_what_is_given():
         assert given[-1] in ("args", "kernel_args")
     else:  # as `CompiledKernel.run` is called: metadata, hooks, then the kernel's arguments
         assert given == [*ahead, *scratch, "*args"]
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+class SeenUnguarded(Seen):
+    """As those of selective checkpoints, which guards leave out."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("seen", [Seen, SeenUnguarded])
+@pytest.mark.parametrize("call", [rms_norm, train])
+def test_a_dispatch_mode_sees_the_outputs_made(stand_ins, call, seen):
+    """Such as one that counts memory, or that replays what a checkpoint kept by the count of each operator."""
+    case = given()
+    for _ in range(2):
+        call(**case)
+    for _ in range(2):
+        with seen() as mode:
+            assert kinds(stand_ins, call=call, **case) == {"official"}
+        assert mode.names.count("aten::empty") >= (1 if call is rms_norm else 3)
+    assert kinds(stand_ins, call=call, **case) == {"bare"}, "what was at hand stays there"
+
+
+@pytest.mark.compiler
+def test_rstd_that_hooks_brought_back_in_another_dtype_is_not_read_as_it_was(stand_ins):
+    """By hooks that keep what is saved in 16 bits: x and the weight were like those of the call at hand."""
+    case = given()
+    for _ in range(2):
+        train(**case)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor.to(BF16)):
+        for _ in range(3):
+            ways_back = [one[0] for one in ways(stand_ins, train, **case)]
+            assert ways_back == ["bare", *["official"] * (len(ways_back) - 1)]
+    assert kinds(stand_ins, call=train, **case) == {"bare"}
+
+
+@pytest.mark.compiler
+def test_backward_under_vmap_is_answered_by_torch(stand_ins):
+    """`torch.autograd.functional.jacobian(vectorize=True)` does that: such gradients have no address."""
+    case = given(dtype=torch.float32)
+    x, w = (case[name].requires_grad_() for name in ("x", "weight"))
+    dy = draw(3, ROWS, HIDDEN)
+    for _ in range(2):
+        dx, dw = torch.autograd.grad(rms_norm(x, w), [x, w], dy, is_grads_batched=True)
+        for found, one in zip(zip(dx, dw, strict=True), dy, strict=True):
+            wanted = OP_MODULE.backward_by_torch(one, x.detach(), w.detach(), 1e-6, 0.0, "fp32", True)
+            torch.testing.assert_close(found, wanted)

@@ -61,10 +61,11 @@ def serve(connection: Connection, device: int, seed: int, spare: bool = False) -
     try:
         server = Server(device, seed, spare)
     except Exception as error:
-        connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
+        with contextlib.suppress(ConnectionError):  # nobody waits for it any more
+            connection.send(WorkerError(f"the measuring process cannot use cuda:{device}: {first_line(error)}"))
         return
-    connection.send(server.facts)
     with contextlib.suppress(EOFError, ConnectionError):
+        connection.send(server.facts)
         while True:
             method, arguments = connection.recv()
             try:

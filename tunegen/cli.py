@@ -30,12 +30,13 @@ from .cli_options import (
     sum_option,
     weight_option,
 )
-from .early import started_early
+from .early import started_early, stop_in_order
 from .errors import TunegenError
 from .exchange import export_command, import_command
 from .expressions import Rule
 from .model import CASTINGS, DIRECTIONS, Problem
 from .ops import OPS
+from .pool import interrupts_held
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
@@ -122,8 +123,10 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError(
             "give the widths to tune with --hidden, such as --hidden 4096, or a recording with --from"
         )
+    stop_in_order()
     with started_early(options["gpus"], options["arch"], options["seed"]) as early:
-        from .commands import run_sweep
+        with interrupts_held():
+            from .commands import run_sweep
 
         run_sweep(problems, console_for(options["as_json"]), options, counts, early)
 

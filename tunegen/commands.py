@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,14 +43,13 @@ def run_sweep(
     budget, seed = options["budget"], options["seed"]
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's way to stop: as orderly as Ctrl-C
     began = time.monotonic()
     if told := new_folder(options["db"]):
         console.print(told, soft_wrap=True)
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
             if target is not None:
-                trials = sweep_target(store, problems, target, seed, progress, arguments)
+                trials = sweep_target(store, problems, target, seed, progress, arguments, early and early.pool)
             elif len(devices := devices_of(options["gpus"])) == 1:
                 worker, pool = early or (Worker(devices[0], seed), None)
                 results = [sweep_gpu(store, problems, budget, seed, progress, arguments, worker, pool=pool)]

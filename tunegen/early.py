@@ -3,6 +3,7 @@ the same time. One after the other they took 6 s more, a tenth of a sweep (H200)
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,3 +36,8 @@ def started_early(gpus: str | None, arch: str | None, seed: int) -> Iterator[Ear
         worker.launch()
         pool.prepare()
         yield Early(worker, pool)
+
+
+def stop_in_order() -> None:
+    """Have SIGTERM, a batch system's way to stop, end this process as Ctrl-C does: what it has started ends with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

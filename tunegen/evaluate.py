@@ -38,9 +38,10 @@ Form = Callable[[dict[str, Tensor]], Callable[[], object]]
 Make = Callable[[Bench], Call]
 """Calls of a candidate on the buffers of a bench."""
 
-Known = dict[tuple[str, Config, Problem], Variant]
-"""What a process has loaded, by the text of its kernels, the config, and the problem at 0 rows: to read
-them from Triton's cache and load them anew for each row count took 4 ms of the 33 that a candidate takes (H200)."""
+Known = dict[tuple[str, str, Config, Problem], Variant]
+"""What a process has loaded, by the text of its kernels, what they were rendered with, the config, and the problem at 0
+rows: to read them from Triton's cache and load them anew for each row count took 4 ms of the 33 that a candidate takes
+(H200). A template that forgets rstd has one text with it and without, and is asked for it all the same."""
 
 Machine = tuple[str, str]
 """What a candidate does, down to the machine: the digest of its binaries, and its grids and workspace as text."""
@@ -83,7 +84,7 @@ class Session:
         return [self._variant(source, config) for source in renderings(self.problem, config, self.spec, nested)]
 
     def _variant(self, source: KernelSource, config: Config) -> Variant:
-        key = source.text, config, replace(self.problem, rows=0)
+        key = source.text, repr(source.flags), config, replace(self.problem, rows=0)
         if key not in self.known:
             constants = self.spec.constants(self.problem)
             accumulate, sms = self.problem.accumulate, self.silicon.sms

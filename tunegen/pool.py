@@ -59,14 +59,35 @@ def import_compiler() -> None:
 
 
 @contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside never get Ctrl-C, not even while they import: it is for the parent, who ends them."""
-    resource_tracker.ensure_running()  # started later, it would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM, where they raise, wait for the end of the block: an import of torch, say, since numpy's start
+    drops what they raise, and the sweep would go on as if nobody had asked it to stop."""
+    came: list[int] = []
+    raising = signal.default_int_handler  # a signal that is ignored, by nohup say, stays so
+    here = threading.current_thread() is threading.main_thread()  # no other one has handlers
+    held = [number for number in (signal.SIGINT, signal.SIGTERM) if here and signal.getsignal(number) is raising]
+    for number in held:  # not blocked: other threads of this process would take it
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in held:
+            signal.signal(number, raising)
+        if came:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started inside never get Ctrl-C, not even while they import: it is for the parent, who ends them. The
+    parent itself is not interrupted half way: such a child would say that nobody told it what to do."""
+    resource_tracker.ensure_running()  # started later, it would lift the block
+    with interrupts_held():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def follow_parent() -> None:
@@ -109,7 +130,8 @@ class CompilePool:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._executor is not None:
+        # What runs still is of a problem that was left out: nobody waits for it, and it may never end.
+        if kind is None and self._executor is not None and all(future.done() for future in self._begun.values()):
             self._executor.shutdown()
         else:
             self._kill()

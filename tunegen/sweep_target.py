@@ -26,10 +26,13 @@ def sweep_target(
     seed: int,
     listener: Listener,
     arguments: dict[str, Any],
+    pool: CompilePool | None = None,
 ) -> list[Trial]:
-    """Without a GPU: compile every candidate for `silicon` and rank it by the model; nothing is timed."""
+    """Without a GPU: compile every candidate for `silicon`, in `pool` if one is given, and rank it by the model;
+    nothing is timed."""
     versions = installed_versions()
-    with sweep_row(store, silicon, arguments, versions, seed) as sweep_id, CompilePool(silicon) as pool:
+    with sweep_row(store, silicon, arguments, versions, seed) as sweep_id, pool or CompilePool(silicon) as pool:
+        pool.silicon = silicon
         context = Context(store, sweep_id, silicon, versions, pool, listener, seed, 0)
         return [context.save(trial) for problem in problems for trial in estimates(context, problem)]
 

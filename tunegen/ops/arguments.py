@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from ..reference import DTYPE_NAMES
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 READ_BY_ROWS = ("x", "residual", "dy", "dsum")
+has_storage: Any = torch._C._has_storage
+unwrapped: Any = torch._C._functorch.unwrap_if_dead
 
 
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
@@ -89,16 +92,23 @@ def written(out: Tensor) -> Tensor:
     return out
 
 
+def has_address(tensor: Tensor) -> bool:
+    """False of a tensor without memory of its own, sparse or a batch; what a transform has left behind has that of the
+    tensor in it."""
+    return has_storage(tensor) or unwrapped(tensor) is not tensor
+
+
 def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
-    functorch transforms and forward-mode differentiation."""
+    functorch transforms, batches of `is_grads_batched=True`, and forward-mode differentiation."""
     for other in others:  # a generator would cost as much as all the rest
-        if other is not None and type(other) not in PLAIN_TENSORS:
+        if other is not None and (type(other) not in PLAIN_TENSORS or not has_address(other)):
             return False
     return (
         x.is_cuda
         and x.numel() > 0
         and type(x) in PLAIN_TENSORS
+        and has_address(x)
         and torch.version.hip is None
         and not paths.disabled()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -114,11 +124,13 @@ def is_distributed(*tensors: Tensor | None) -> bool:
 
 def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
     """Why `has_kernels` is false, in words; empty where it is true."""
-    kinds = [type(t).__name__ for t in (x, *others) if t is not None and type(t) not in PLAIN_TENSORS]
+    given = [t for t in (x, *others) if t is not None]
+    kinds = [type(t).__name__ for t in given if type(t) not in PLAIN_TENSORS]
     reasons = (
         (not x.is_cuda, f"x is on {x.device}"),
         (x.numel() == 0, "x has no elements"),
         (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),
+        (not all(map(has_address, given)), "a tensor has no memory of its own"),
         (torch.version.hip is not None, "this torch is built for ROCm"),
         (paths.disabled(), "TUNEGEN_DISABLE is set"),
         (torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func is active"),

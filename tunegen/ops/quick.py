@@ -20,7 +20,8 @@ from .. import dispatch, launch, paths, policies, prepared
 from ..compile import ArgumentClass
 from ..key import Key
 from ..prepared import MISALIGNED, ONE, Call, Prepared, Table
-from .arguments import PLAIN_TENSORS, READ_BY_ROWS
+from ..reference import accumulate_dtype
+from .arguments import PLAIN_TENSORS, READ_BY_ROWS, has_storage, unwrapped
 
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
@@ -42,7 +43,9 @@ Pair = tuple[Tensor, Tensor]
 Values = tuple[Any, ...]
 
 transform: Any = torch._C._functorch.peek_interpreter_stack
-unwrapped: Any = torch._C._functorch.unwrap_if_dead
+# How many modes are to see outputs made. The guards of a call do not tell: they leave out those of torch's compilers
+# and of selective checkpoints, which replay what they kept by the count of each operator.
+modes: Any = torch._C._len_torch_dispatch_stack
 is_grad_enabled: Any = torch.is_grad_enabled
 is_deterministic: Any = torch._C._get_deterministic_algorithms
 in_context: Any = policies._POLICY.get
@@ -84,6 +87,7 @@ def find(
         or not 0.0 <= eps <= LARGEST
         or offset.__class__ not in NUMBERS  # True equals 1.0, but is refused
         or transform() is not None
+        or modes()
         or forward_ad._current_level >= 0
         or paths.disabled()
     ):
@@ -102,14 +106,16 @@ def find(
         return None, call
     if not are_usual(given) or (residual is not None and residual.shape != x.shape):
         return None, None
-    grads = [graded and t.requires_grad for t in given]
-    return _of_kind(table, key, (*of_call, *grads), x, weight, given)
+    return _of_kind(table, key, (*of_call, *[graded and t.requires_grad for t in given]), x, weight, given)
 
 
 def are_usual(tensors: Iterable[Tensor]) -> bool:
-    """Plain tensors in standard layout, none of which a transform has left behind: such a one has no address. Nor has
-    one whose sign torch has only noted its values there."""
-    usual = (type(t) in PLAIN_TENSORS and t.is_contiguous() and unwrapped(t) is t and not t.is_neg() for t in tensors)
+    """Plain tensors in standard layout, none of which a transform has left behind or holds a batch: such a one has no
+    address. Nor has one whose sign torch has only noted its values there."""
+    usual = (
+        type(t) in PLAIN_TENSORS and has_storage(t) and t.is_contiguous() and unwrapped(t) is t and not t.is_neg()
+        for t in tensors
+    )
     return all(usual)
 
 
@@ -187,7 +193,7 @@ def find_backward(
 ) -> tuple[Values | None, Call | None]:
     """As `find`, of all that decides what a backward launches; `contract` has offset, casting and policy of its
     forward."""
-    if type(x) not in PLAIN_TENSORS or transform() is not None:
+    if type(x) not in PLAIN_TENSORS or transform() is not None or modes():
         return None, None
     apart = None if dsum is None else dsum is not dy  # `fits` turns down a tensor that is given twice
     key: Values = contract, weight_grad, rstd is None, weight is None, apart, x.shape
@@ -196,9 +202,12 @@ def find_backward(
     given = (dy, x) if weight is None else (dy, x, weight)
     if apart:
         given = *given, dsum
+    if rstd is not None:
+        given = *given, rstd
     if call is not None and call.fits(*given):
         return None, call
-    if not are_usual(given):
+    # Hooks of saved tensors may have brought back what they like.
+    if not are_usual(given) or dy.dtype != x.dtype or (rstd is not None and rstd.dtype != accumulate_dtype(x)):
         return None, None
     return _of_kind(table, key, key[:-1], x, weight, given)
 

@@ -221,7 +221,7 @@ def backward(
     tensors = {"x": x, "w": weight, "dy": dy, "rstd": rstd, "dx": dx, "dw": dw, "dsum": dsum}
     op = RMS_NORM if dsum is None else ADD_RMS_NORM
     key = key_of("backward", x, weight, offset, casting, weight_grad, op, policy=policy)
-    launched = launch(key, tensors, eps, offset, False, in_place)
+    launched = has_kernels(x, weight, dy, dsum, rstd) and launch(key, tensors, eps, offset, False, in_place)
     if not launched:
         wide = weight if weight is None or main_grad is None else weight.to(main_grad.dtype)
         dx, dw = backward_by_torch(dy, x, wide, eps, offset, casting, weight_grad, dsum)
