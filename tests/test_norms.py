@@ -395,6 +395,7 @@ def test_remarks_say_who_has_no_time_and_who_failed_the_gate():
 
 
 def test_the_table_to_sweep_holds_the_cells():
-    """`tunegen sweep --from benchmarks/table.json` tunes what is then measured side by side."""
+    """`tunegen sweep --from benchmarks/table.json` tunes what is then measured side by side, and some between."""
     found = load_recording(paths.PACKAGE.parent / "benchmarks" / "table.json").counts()
-    assert found == {cell.problem(): 1 for cell in CELLS}
+    assert found.keys() > {cell.problem() for cell in CELLS}
+    assert set(found.values()) == {1}

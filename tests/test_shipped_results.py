@@ -19,7 +19,7 @@ from tunegen.store import Store
 FILE = paths.PACKAGE.parent / "cache" / "h200.jsonl.xz"
 MADE_OF = {"rms_norm": ("fp32", "bf16"), "add_rms_norm": ("bf16",)}
 """Dtypes of x whose defaults an operator has, in the order in which they stand; those of bf16 serve fp16 too."""
-PROBLEMS = {("rms_norm", "bf16"): 50, ("rms_norm", "fp16"): 4, ("rms_norm", "fp32"): 4, ("add_rms_norm", "bf16"): 12}
+PROBLEMS = {("rms_norm", "bf16"): 55, ("rms_norm", "fp16"): 4, ("rms_norm", "fp32"): 4, ("add_rms_norm", "bf16"): 12}
 SECTIONS = [(op, direction) for op in MADE_OF for direction in ("forward", "backward")]
 
 

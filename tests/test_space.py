@@ -463,12 +463,13 @@ def test_few_rows_take_one_launch_by_default(rows: int, hidden: int) -> None:
         assert default.family == "side_by_side"
 
 
-def test_forward_of_wide_rows_goes_over_them_twice_by_default(space: SearchSpace) -> None:
-    """Of a copy: .98 at 4096x16384 (H200), .96 at 2048x32768, .83 at 1024x65536."""
-    for rows, hidden in ((4096, 16384), (2048, 32768), (1024, 65536)):
+def test_forward_of_wide_rows_by_default(space: SearchSpace) -> None:
+    """Of a copy: .98 at 4096x16384 (H200), .96 at 2048x32768; .91 at 1024x65536, where two passes reach .83."""
+    wide = [(4096, 16384, "two_pass"), (2048, 32768, "two_pass"), (1024, 65536, "split_row_meet")]
+    for rows, hidden, family in wide:
         default = space.default(forward(hidden, rows), H200)
         assert default is not None
-        assert default.family == "two_pass"
+        assert default.family == family
 
 
 def test_knobs_that_matter_are_searched_at_4096(space: SearchSpace) -> None:
@@ -563,9 +564,10 @@ def test_without_a_weight_there_are_defaults_too(any_space: SearchSpace) -> None
 
 def test_wide_rows_have_the_defaults_that_exist(any_space: SearchSpace) -> None:
     for hidden, rows in itertools.product((32769, 65536, 131072, 524288), ROWS):
-        wide = any_space.default(forward(hidden, rows), H200)
+        wide = any_space.default(forward(hidden, rows), A100)
         assert wide is not None
         assert wide.family == "two_pass"
+        assert any_space.default(forward(hidden, rows), H200) is not None
         split = any_space.default(backward(hidden, rows), A100)
         assert split is not None
         assert split.family == "split_row_atomic"
