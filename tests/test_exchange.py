@@ -325,7 +325,10 @@ def test_import_that_fails_half_way_leaves_the_database_as_it_was(source, tmp_pa
 def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     result = run("export", tmp_path / "no" / "x.jsonl", "--db", source)
     assert result.exit_code == 2
-    assert "cannot write" in result.stderr
+    assert f"there is no folder {tmp_path / 'no'}; make it, or choose another file" in result.stderr
+    (tmp_path / "taken.jsonl").mkdir()
+    result = run("export", tmp_path / "taken.jsonl", "--db", source)
+    assert f"cannot write {tmp_path / 'taken.jsonl'}: Is a directory; choose another file" in result.stderr
     assert "no database at" in run("export", tmp_path / "x.jsonl", "--db", tmp_path / "none.db").stderr
     file = exported(source)
     before = file.read_bytes()

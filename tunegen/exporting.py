@@ -16,7 +16,7 @@ from typing import Any
 from . import packed, records
 from .errors import ExportError, StoreError
 from .migrations import STEPS, tables
-from .paths import write_whole
+from .paths import unwritable, write_whole
 from .store import Store
 
 FORMAT = 1
@@ -45,7 +45,7 @@ def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str,
     try:
         write_whole(path.absolute(), data, 0o644)
     except OSError as error:
-        raise ExportError(f"cannot write {path}: {error.strerror}; choose another file") from error
+        raise ExportError(unwritable(path, error)) from error
     return counts
 
 
