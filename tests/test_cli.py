@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -466,6 +467,23 @@ def test_show_fits_a_terminal(db, what):
 def test_show_says_when_nothing_matches(db):
     assert output("show", "--hidden", 64, "--db", db).strip() == f"no winners match in {db}"
     assert json.loads(output("show", "--hidden", 64, "--json", "--db", db)) == []
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["show", "trials"], ["show", "--json"]])
+def test_show_names_the_families_where_one_is_unknown(db, arguments):
+    told = refused(*arguments, "--family", "single_blok", "--db", db)
+    assert "--family: unknown family 'single_blok'; known are " in told
+    assert {"two_pass", "dx_only", "torch", "torch.compile"} <= set(re.split(r"[\s,]+", told.partition("known are")[2]))
+    for known in ("two_pass", "torch.compile"):
+        if "--json" not in arguments:
+            assert "match in" in output(*arguments, "--family", known, "--hidden", 64, "--db", db)
+
+
+def test_show_takes_a_family_that_only_the_database_has(db):
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trials SET family = 'of_last_year'")
+        connection.commit()
+    assert "of_last_year" in output("show", "--family", "of_last_year", "--db", db)
 
 
 def loaded(problem, config, number=0):

@@ -340,6 +340,23 @@ def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
+@pytest.mark.parametrize("filters", [["--hidden", 999], ["--family", "two_pass"]])
+def test_what_matches_nothing_is_refused_and_leaves_the_file_as_it_was(source, filters):
+    file = exported(source)
+    before = file.read_bytes()
+    result = run("export", file, "--db", source, *filters)
+    assert result.exit_code == 2
+    assert f"no trials match in {source}: {file} is not written" in result.stderr
+    assert file.read_bytes() == before
+
+
+def test_unknown_family_is_refused_with_those_that_are_known(source, tmp_path):
+    result = run("export", tmp_path / "x.jsonl", "--family", "single_blok", "--db", source)
+    assert result.exit_code == 2
+    assert "--family: unknown family 'single_blok'; known are " in result.stderr
+    assert not (tmp_path / "x.jsonl").exists()
+
+
 def test_packed_file_holds_the_same_in_the_same_bytes(source, tmp_path):
     file, copy = tmp_path / "results.jsonl.xz", tmp_path / "copy.db"
     told = output("export", file, "--db", source)
