@@ -12,12 +12,12 @@ from tunegen.model import PROTOCOL
 from tunegen.store import Store
 
 
-def keep(path, *trials, silicon=H200, triton=None, torch=""):
+def keep(path, *trials, silicon=H200, triton=None, torch="", protocol=PROTOCOL):
     """Store trials in a database, as a finished sweep of that GPU with that torch leaves them."""
     with Store.open(path) as file:
         sweep = file.begin_sweep(silicon, {}, {}, 0)
         for trial in trials:
-            file.add_all(sweep, [trial], PROTOCOL, triton or triton_minor(), torch)
+            file.add_all(sweep, [trial], protocol, triton or triton_minor(), torch)
         file.finish_sweep(sweep)
 
 

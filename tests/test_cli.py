@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,23 +146,27 @@ def test_database_that_cannot_be_written_is_refused_and_left_alone(tmp_path, pla
     told = refused("sweep", "--hidden", 64, "--arch", "sm_90", "--db", path)
     assert str(path) in told
     assert words in told
-    assert "set TUNEGEN_DB" in told
+    assert "give another with --db, or set TUNEGEN_DB" in told
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
 @pytest.mark.parametrize("command", [["show"], ["show", "trials"], ["render", "forward", "--hidden", "64"]])
-@pytest.mark.parametrize("place", [no_database, of_another_program])
+@pytest.mark.parametrize("place", [a_folder, no_database, of_another_program])
 def test_what_is_no_database_is_refused_and_left_alone_by_readers(tmp_path, command, place):
     path, words = place(tmp_path)
-    before = path.read_bytes()
-    assert words in refused(*command, "--db", path, *(["--arch", "sm_90"] if command[0] == "render" else []))
-    assert path.read_bytes() == before
+    before = path.read_bytes() if path.is_file() else None
+    told = refused(*command, "--db", path, *(["--arch", "sm_90"] if command[0] == "render" else []))
+    assert words in told
+    assert "give another with --db, or set TUNEGEN_DB" in told
+    assert (path.read_bytes() if path.is_file() else None) == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_show_without_a_database_says_how_to_get_one(tmp_path):
     told = refused("show", "--db", tmp_path / "none.db")
-    assert f"no database at {tmp_path / 'none.db'}; run `tunegen sweep`" in told
+    assert (
+        f"no database at {tmp_path / 'none.db'}; run `tunegen sweep`, give another with --db, or set TUNEGEN_DB" in told
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -462,6 +467,23 @@ def test_show_fits_a_terminal(db, what):
 def test_show_says_when_nothing_matches(db):
     assert output("show", "--hidden", 64, "--db", db).strip() == f"no winners match in {db}"
     assert json.loads(output("show", "--hidden", 64, "--json", "--db", db)) == []
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["show", "trials"], ["show", "--json"]])
+def test_show_names_the_families_where_one_is_unknown(db, arguments):
+    told = refused(*arguments, "--family", "single_blok", "--db", db)
+    assert "--family: unknown family 'single_blok'; known are " in told
+    assert {"two_pass", "dx_only", "torch", "torch.compile"} <= set(re.split(r"[\s,]+", told.partition("known are")[2]))
+    for known in ("two_pass", "torch.compile"):
+        if "--json" not in arguments:
+            assert "match in" in output(*arguments, "--family", known, "--hidden", 64, "--db", db)
+
+
+def test_show_takes_a_family_that_only_the_database_has(db):
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trials SET family = 'of_last_year'")
+        connection.commit()
+    assert "of_last_year" in output("show", "--family", "of_last_year", "--db", db)
 
 
 def loaded(problem, config, number=0):

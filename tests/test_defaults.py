@@ -198,10 +198,31 @@ def test_what_cannot_be_is_refused(db, tmp_path):
     assert "--arch is for --defaults" in refused(tmp_path / "x.jsonl", "--arch", "sm_90", "--db", db)
     assert "leave --family out" in refused("--defaults", "--family", "two_pass", "--db", db)
     assert "holds no finals of rms_norm bf16 on sm_80" in refused("--defaults", "--arch", "sm_80", "--db", db)
+    assert "of rms_norm bf16 hidden 999 on any GPU" in refused("--defaults", "--hidden", 999, "--db", db)
     assert "holds no finals of add_rms_norm" in refused("--defaults", "--op", "add_rms_norm", "--db", db)
     keep(db, *finals(1024, 64, {2: 1.0}, {2}), silicon=of_arch("sm_80"))
     assert "holds finals on sm_80, sm_90; choose one with --arch" in refused("--defaults", "--db", db)
     assert "sm80:" in printed(db, "--arch", "sm_80")
+
+
+def test_where_only_estimates_are_it_says_what_finals_are_and_how_to_get_them(db):
+    estimated = [
+        replace(t, kind="estimated", stage="screen", measurement=None, estimate_us=1.0, band=None, tied=None)
+        for t in finals(1024, 64, {2: 1.0, 4: 1.1}, {2})
+    ]
+    keep(db, *estimated)
+    told = refused("--defaults", "--db", db)
+    assert "of rms_norm bf16 on any GPU, but 2 estimates; finals are the times of the last round of a sweep" in told
+    assert "run `tunegen sweep` there, or `tunegen import` what it measured" in told
+    assert "on sm_80; finals are" in refused("--defaults", "--arch", "sm_80", "--db", db)
+
+
+def test_target_is_one_that_is_known_or_was_measured(db):
+    later = replace(H200, name="NVIDIA B300", capability=103)
+    keep(db, *finals(1024, 64, {2: 1.0}, {2}), silicon=later)
+    assert "sm103:" in printed(db, "--arch", "sm_103")
+    told = refused("--defaults", "--arch", "sm_42", "--db", db)
+    assert "--arch: unknown GPU architecture 'sm_42'; known are sm_80, " in told
 
 
 def test_the_gpu_and_triton_with_most_problems_are_meant(db):

@@ -325,7 +325,10 @@ def test_import_that_fails_half_way_leaves_the_database_as_it_was(source, tmp_pa
 def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     result = run("export", tmp_path / "no" / "x.jsonl", "--db", source)
     assert result.exit_code == 2
-    assert "cannot write" in result.stderr
+    assert f"there is no folder {tmp_path / 'no'}; make it, or choose another file" in result.stderr
+    (tmp_path / "taken.jsonl").mkdir()
+    result = run("export", tmp_path / "taken.jsonl", "--db", source)
+    assert f"cannot write {tmp_path / 'taken.jsonl'}: Is a directory; choose another file" in result.stderr
     assert "no database at" in run("export", tmp_path / "x.jsonl", "--db", tmp_path / "none.db").stderr
     file = exported(source)
     before = file.read_bytes()
@@ -335,6 +338,23 @@ def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     assert "holds a value that JSON cannot" in run("export", file, "--db", source).stderr
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.parametrize("filters", [["--hidden", 999], ["--family", "two_pass"]])
+def test_what_matches_nothing_is_refused_and_leaves_the_file_as_it_was(source, filters):
+    file = exported(source)
+    before = file.read_bytes()
+    result = run("export", file, "--db", source, *filters)
+    assert result.exit_code == 2
+    assert f"no trials match in {source}: {file} is not written" in result.stderr
+    assert file.read_bytes() == before
+
+
+def test_unknown_family_is_refused_with_those_that_are_known(source, tmp_path):
+    result = run("export", tmp_path / "x.jsonl", "--family", "single_blok", "--db", source)
+    assert result.exit_code == 2
+    assert "--family: unknown family 'single_blok'; known are " in result.stderr
+    assert not (tmp_path / "x.jsonl").exists()
 
 
 def test_packed_file_holds_the_same_in_the_same_bytes(source, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,10 +16,11 @@ from stored import keep
 from test_dispatch import BASELINE, DEFAULT, FIRST, H200, PROBLEM, SECOND, SPACE, timed
 
 import tunegen
-from tunegen import cli, dispatch, explanation, single
+from tunegen import cli, dispatch, explanation, single, uncounted
 from tunegen.explanation import explain_problem
-from tunegen.model import Config
+from tunegen.model import PROTOCOL, Config, Trial, TrialState
 from tunegen.ops import arguments
+from tunegen.silicon import of_arch
 
 
 def valid(rows):
@@ -111,7 +114,67 @@ def test_too_far_away_is_the_default(db):
 
 
 def test_missing_database_is_the_default(tmp_path):
-    assert explain_problem(tmp_path / "no.db", PROBLEM, H200).answer == DEFAULT.label()
+    found = explain_problem(tmp_path / "no.db", PROBLEM, H200)
+    assert found.answer == DEFAULT.label()
+    assert f"1024 rows (no database at {tmp_path / 'no.db'}): " in found.remedy
+
+
+OTHER_CHIP = of_arch("sm_80")
+FEWER_SMS = replace(H200, sms=114)
+UNCOUNTED = {
+    "another Triton": ({"triton": "3.1"}, "of Triton 3.1, and this is {triton}"),
+    "another GPU": ({"silicon": OTHER_CHIP}, f"of {OTHER_CHIP.name}, and this is {H200.name}"),
+    "both": (
+        {"silicon": OTHER_CHIP, "triton": "3.1"},
+        f"of {OTHER_CHIP.name} and Triton 3.1, and this is {H200.name} and {{triton}}",
+    ),
+    "a GPU of that name": ({"silicon": FEWER_SMS}, f"of {H200.name} with sms 114, and this is one with 132"),
+    "another protocol": ({"protocol": PROTOCOL - 1}, f"of measuring protocol {PROTOCOL - 1}, and this is {PROTOCOL}"),
+}
+
+
+@pytest.mark.parametrize("case", UNCOUNTED)
+def test_measurements_that_do_not_count_are_told_of(db, case):
+    """How many there are within reach, of any policy that counts, and what they are of."""
+    where, of = UNCOUNTED[case]
+    of = of.format(triton=dispatch.triton_minor())
+    far = replace(PROBLEM, rows=65536)
+    path = db()
+    keep(path, timed(FIRST, 10.0), timed(SECOND, 20.0), replace(timed(FIRST, 30.0), problem=far), **where)
+    asked = replace(PROBLEM, policy="deterministic")
+    for problem in (PROBLEM, asked):
+        remedy = explain_problem(path, problem, H200).remedy
+        assert f"no valid measurement within 8 x of 1024 rows (2 measurements of it are {of}): " in remedy
+    assert "rows: " in explain_problem(path, replace(PROBLEM, hidden=5120), H200).remedy, "there is none of it"
+
+
+def test_estimates_and_edited_kernels_do_not_count_and_are_told_of(db):
+    path = db(
+        Trial(PROBLEM, FIRST, TrialState.OK, "d", kind="estimated", estimate_us=3.0),
+        timed(SECOND, 20.0, digest="old"),
+        timed(BASELINE, 1.0, kind="baseline"),
+    )
+    told = explain_problem(path, PROBLEM, H200).remedy
+    assert f"(1 measurement of it is {uncounted.EDITED}; 1 estimate of it does not count): " in told
+
+
+def test_rows_that_are_no_number_are_passed_over(db):
+    path = db()
+    keep(path, timed(FIRST, 10.0), triton="3.1")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE trials SET rows = 'many'")
+        connection.commit()
+    assert "within 8 x of 1024 rows: " in explain_problem(path, PROBLEM, H200).remedy
+
+
+def test_a_sweep_that_has_to_run_elsewhere_says_where(db, monkeypatch):
+    path = db()
+    command = "tunegen sweep --hidden 4096 --rows 1024 --direction backward"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert explain_problem(path, PROBLEM, H200).remedy.endswith(f" rows: on an {H200.name}: {command}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert explain_problem(path, PROBLEM, H200).remedy.endswith(f" rows: {command}")
+    assert explain_problem(path, PROBLEM, OTHER_CHIP).remedy.endswith(f": on an {OTHER_CHIP.name}: {command}")
 
 
 def test_baselines_do_not_answer(db):

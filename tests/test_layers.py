@@ -22,7 +22,7 @@ LAYERS = {
     "running": (
         "toolchain compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.main_grad "
         "ops.by_torch ops.notes ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm "
-        "ops.rms_norm_module explanation warming"
+        "ops.rms_norm_module uncounted explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
     "tuning": "ahead evaluate pool child worker serving guide standing sweep fleet sweep_target needs attempt early",

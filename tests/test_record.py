@@ -211,7 +211,7 @@ def test_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 def test_unwritable_place_is_named_and_nothing_is_left(tmp_path):
-    with pytest.raises(RecordingError, match=r"no/such/step\.json"):
+    with pytest.raises(RecordingError, match=r"no/such/step\.json: there is no folder .*no/such; make it"):
         RECORDING.save(tmp_path / "no/such/step.json")
     (tmp_path / "folder").mkdir()
     with pytest.raises(RecordingError, match="folder"):

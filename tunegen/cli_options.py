@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -17,6 +17,9 @@ from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, RMS_NORM, Problem, TrialSt
 from .ops import OPS
 from .policies import FASTEST, INVARIANT, INVARIANT_ROWS, POLICIES, checked
 from .recorded import load_recording
+
+if TYPE_CHECKING:
+    from .store import Store
 
 LARGEST = 2**31 - 1
 FILTERS = ("hidden", "rows", "direction", "x_dtype", "op", "policy", "family", "state", "kind")
@@ -135,6 +138,20 @@ def filter_options(command: Any) -> Any:
     for option in reversed(options):
         filtered = option(filtered)
     return filtered
+
+
+def check_family(store: Store, filters: Mapping[str, object]) -> None:
+    """Raise click.BadParameter for a family that neither the database, nor a search space, nor torch has."""
+    name = filters.get("family")
+    if name is None or store.rows("SELECT 1 FROM trials WHERE family = :name LIMIT 1", {"name": name}):
+        return
+    from .evaluate import COMPILED, TORCH
+    from .space import load_space
+
+    known = dict.fromkeys(family for op in OPS for _, family in load_space(op).members)
+    if name not in (*known, TORCH.family, COMPILED.family):
+        told = f"unknown family {name!r}; known are {', '.join([*known, TORCH.family, COMPILED.family])}"
+        raise click.BadParameter(told, param_hint="--family")
 
 
 db_option = click.option("--db", callback=database, help="Database file. [default: $TUNEGEN_DB, else cache/tune.db]")

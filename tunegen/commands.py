@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from . import paths, report, silicon, step_report
-from .cli_options import devices_of, new_folder
+from .cli_options import check_family, devices_of, new_folder
 from .dispatch import digest_today, stored_choices
 from .early import Early
 from .errors import TunegenError
@@ -182,6 +182,7 @@ def _estimated(trials: Sequence[Trial], target: Silicon, console: Console) -> di
 def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, Any]) -> None:
     """Print winners or trials as a table, or as JSON without a console."""
     with Store.read(db) as store:
+        check_family(store, filters)
         rows = store.winners(**filters) if what == "winners" else store.trials(**filters)
     if console is None:
         click.echo(json.dumps(rows, indent=2))

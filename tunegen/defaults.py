@@ -103,8 +103,15 @@ def measured(store: Store, space: SearchSpace, arch: str | None, x_dtype: str, f
     with store.reading():
         silicon = {row.pop("id"): Silicon(**row) for row in store.rows("SELECT * FROM silicon", {})}
         rows = [row for row in store.rows(sql, wanted) if arch in (None, silicon[row["silicon_id"]].arch)]
+        sql = f"SELECT silicon_id FROM trials WHERE kind = 'estimated' AND {records.equal(wanted)}"
+        estimates = sum(arch in (None, silicon[row["silicon_id"]].arch) for row in store.rows(sql, wanted))
     if not rows:
-        raise ExportError(f"{store.path} holds no finals of {space.op} {x_dtype} on {arch or 'any GPU'}")
+        which = " ".join([space.op, x_dtype, *(f"{name} {value}" for name, value in filters.items())])
+        there = f", but {estimates} estimate{'s' * (estimates > 1)}" if estimates else ""
+        raise ExportError(
+            f"{store.path} holds no finals of {which} on {arch or 'any GPU'}{there}; finals are the times of the last "
+            "round of a sweep on a GPU: run `tunegen sweep` there, or `tunegen import` what it measured"
+        )
     if len(known := sorted({silicon[row["silicon_id"]].arch for row in rows})) > 1:
         raise ExportError(f"{store.path} holds finals on {', '.join(known)}; choose one with --arch")
     problems = {(row["silicon_id"], row["triton"], row["protocol"], records.problem_of(row)) for row in rows}

@@ -249,7 +249,7 @@ def stored_choices(
     from .space import load_space
 
     space, wrong = load_space(problem.op), wrong or rejected(path, problem, silicon)
-    found = [s for p in _policies(problem) for s in find_winners(path, silicon, p, triton_minor(), PROTOCOL)]
+    found = [s for p in counting(problem) for s in find_winners(path, silicon, p, triton_minor(), PROTOCOL)]
     for stored in sorted(found, key=lambda choice: abs(math.log2(choice.rows / problem.rows))):
         if max(stored.rows / problem.rows, problem.rows / stored.rows) > ROWS_REACH:
             return
@@ -272,7 +272,7 @@ def rejected(path: Path, problem: Problem, silicon: Silicon) -> Callable[[Config
     today."""
     from .lookup import find_rejected
 
-    found = {trial for p in _policies(problem) for trial in find_rejected(path, silicon, p, triton_minor(), PROTOCOL)}
+    found = {trial for p in counting(problem) for trial in find_rejected(path, silicon, p, triton_minor(), PROTOCOL)}
 
     def is_wrong(config: Config) -> bool:
         return bool(found) and (config.family, config.to_json(), digest_today(problem, config)) in found
@@ -280,7 +280,7 @@ def rejected(path: Path, problem: Problem, silicon: Silicon) -> Callable[[Config
     return is_wrong
 
 
-def _policies(problem: Problem) -> list[Problem]:
+def counting(problem: Problem) -> list[Problem]:
     """The problem under each policy whose trials count for it, its own first."""
     return [replace(problem, policy=policy) for policy in dict.fromkeys((problem.policy, FASTEST))]
 

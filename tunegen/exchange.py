@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_options import db_option, filter_options, new_folder, path_of
+from .cli_options import check_family, db_option, filter_options, new_folder, path_of
 from .model import RMS_NORM
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def export_command(file: Path | None, defaults: bool, arch: str | None, db: Path
         if file is None:
             click.echo(_defaults(store, arch, filters), nl=False)
             return
+        check_family(store, filters)
         counts = export(store, file, filters)
     told = f"{counts['trial']} trials; sweeps: {counts['sweep']}, GPUs: {counts['silicon']}"
     click.echo(f"{file}: {told}")
@@ -52,6 +53,11 @@ def _defaults(store: Store, arch: str | None, filters: dict[str, Any]) -> str:
     for name in ("family", "state", "kind", "policy"):
         if name in filters:
             raise click.UsageError(f"--defaults compares all measured finals; leave --{name} out")
+    measured = {f"sm_{row['capability']}" for row in store.rows("SELECT DISTINCT capability FROM silicon", {})}
+    if arch is not None and arch not in measured:
+        from .commands import target_of
+
+        target_of(arch)  # refuses a name that nobody knows
     space, dtype = load_space(filters.pop("op", RMS_NORM)), filters.pop("x_dtype", "bf16")
     return defaults_yaml(store, space, arch, dtype, filters)
 

@@ -16,6 +16,8 @@ from .key import Key
 from .model import RMS_NORM, TORCH_FAMILY, Problem, Silicon
 from .ops import op_spec
 from .policies import FASTEST, INVARIANT
+from .silicon import same_silicon
+from .uncounted import why_uncounted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +110,7 @@ def explain_problem(path: Path, problem: Problem, silicon: Silicon, key: Key | N
             runner_up_us=None if second is None else second.us,
         )
     if first.stored is None:
-        return replace(found, remedy=f"no valid measurement within {ROWS_REACH} x of {bucket} rows: {_sweep(problem)}")
+        return replace(found, remedy=_remedy(path, problem, silicon, here=key is not None or _is_here(silicon)))
     rows, us = first.stored.rows, first.stored.us
     return replace(
         found,
@@ -130,6 +132,18 @@ def _layouts(problem: Problem, rung: Rung, key: Key | None) -> str | None:
     if made is not None and made.config == rung.config and not made.nests:
         return COPIED_BROKEN
     return UNVERIFIED if rung.stored is None else None
+
+
+def _remedy(path: Path, problem: Problem, silicon: Silicon, *, here: bool) -> str:
+    """Why there is no measured answer, and the command that makes one."""
+    bucket = problem.rows_bucket
+    why = why_uncounted(path, replace(problem, rows=bucket), silicon)
+    none = f"no valid measurement within {ROWS_REACH} x of {bucket} rows{f' ({why})' if why else ''}"
+    return f"{none}: {'' if here else f'on an {silicon.name}: '}{_sweep(problem)}"
+
+
+def _is_here(silicon: Silicon) -> bool:
+    return any(same_silicon(silicon_of(index), silicon) for index in range(torch.cuda.device_count()))
 
 
 def _sweep(problem: Problem) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from . import packed, records
 from .errors import ExportError, StoreError
 from .migrations import STEPS, tables
-from .paths import write_whole
+from .paths import unwritable, write_whole
 from .store import Store
 
 FORMAT = 1
@@ -31,9 +31,14 @@ def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str,
     """Write the trials that match, with their GPUs and sweeps, to a file, whole or not at all; returns how many records
     there are of each kind. A filter names a column of `trials` and the value that it must have.
 
-    Raises StoreError for an unknown column or an unreadable database, ExportError where the file cannot be written.
+    Raises StoreError for an unknown column or an unreadable database, ExportError where no trials match or the file
+    cannot be written.
     """
     found = _numbered(*_read(store, filters))
+    if not found["trial"]:
+        raise ExportError(
+            f"no trials match in {store.path}: {path} is not written; `tunegen show trials` lists them all"
+        )
     counts = {kind: len(rows) for kind, rows in found.items()}
     header = {"record": "header", "format": FORMAT, "schema": SCHEMA, **counts}
     body = [{"record": kind, **row} for kind, rows in found.items() for row in rows]
@@ -45,7 +50,7 @@ def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str,
     try:
         write_whole(path.absolute(), data, 0o644)
     except OSError as error:
-        raise ExportError(f"cannot write {path}: {error.strerror}; choose another file") from error
+        raise ExportError(unwritable(path, error)) from error
     return counts
 
 

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from .errors import StoreError
+from .paths import ANOTHER_DATABASE
 from .records import now
 
 SILENCE = timedelta(days=1)
@@ -49,7 +50,7 @@ def refuse_while_swept(connection: sqlite3.Connection, path: Path) -> None:
         if (host, pid) != (platform.node(), os.getpid()) and not _has_ended(host, pid, *known):
             raise StoreError(
                 f"{path} was written by an older tunegen, of which sweep {sweep_id} still runs (pid {pid} on {host}) "
-                "and would fail after an upgrade: wait until it has ended, or set TUNEGEN_DB to another file"
+                f"and would fail after an upgrade: wait until it has ended, {ANOTHER_DATABASE}"
             )
 
 

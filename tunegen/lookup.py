@@ -13,11 +13,11 @@ import logging
 import math
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .model import Problem, Silicon, StoredChoice
 from .once import first
@@ -36,7 +36,20 @@ _KEY = "silicon_id = :silicon_id AND triton = :triton AND protocol = :protocol A
     f"{name} = :{name}" for name in _PROBLEM
 )
 _QUERY = f"SELECT {', '.join(_COLUMNS)} FROM candidates WHERE {_KEY} AND kind = 'measured' ORDER BY rows, {_ORDER}"
+_OTHERS = f"""SELECT silicon.name, {", ".join(f"silicon.{fact}" for fact in FACTS)}, triton, protocol, kind, rows
+    FROM candidates JOIN silicon ON silicon.id = silicon_id
+    WHERE {" AND ".join(f"{name} = :{name}" for name in _PROBLEM)}"""
 _REJECTED = f"SELECT DISTINCT family, parameters, digest FROM trials WHERE {_KEY} AND state = 'incorrect'"
+
+
+class Other(NamedTuple):
+    """A result of a problem, of whatever GPU, Triton, protocol and kind."""
+
+    silicon: Silicon
+    triton: str
+    protocol: int
+    kind: str
+    rows: int
 
 
 def failed_reads() -> int:
@@ -79,19 +92,38 @@ def find_rejected(
     }
 
 
+def find_others(path: Path, problem: Problem) -> list[Other]:
+    """What kernels took, or are estimated to take, for this problem at any row count, wherever it is from; raises
+    nothing."""
+    found = _fetch(path, lambda connection: connection.execute(_OTHERS, _values(problem)).fetchall())
+    sound = [row for row in found if type(row[-1]) is int and row[-1] > 0]
+    rows: list[list[Any]] = [[v.decode("utf-8", "replace") if type(v) is bytes else v for v in row] for row in sound]
+    chips: list[dict[str, Any]] = [dict(zip(("name", *FACTS), row, strict=False)) for row in rows]
+    return [Other(Silicon(**chip, memory_bytes=0), *row[len(chip) :]) for chip, row in zip(chips, rows, strict=True)]
+
+
 def _read(path: Path, silicon: Silicon, problem: Problem, key: dict[str, Any], query: str) -> list[tuple[Any, ...]]:
+    """Raw rows of this problem on this GPU; [] from a file that is not sound."""
+    key = key | _values(problem)
+    facts = {fact: getattr(silicon, fact) for fact in FACTS} | {"name": silicon.name}
+    sql = f"SELECT id FROM silicon WHERE {' AND '.join(f'{f} = :{f}' for f in FACTS)} ORDER BY name <> :name, name"
+
+    def rows(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+        ids = [row[0] for row in connection.execute(sql, facts).fetchall()]
+        return [row for i in ids for row in connection.execute(query, {**key, "silicon_id": i}).fetchall()]
+
+    return _fetch(path, rows)
+
+
+def _fetch(path: Path, rows: Callable[[sqlite3.Connection], list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
     """Raw rows with text as bytes, since one that is no UTF-8 must not fail the query; [] from a file that is not
     sound."""
     global _failed_reads
     if not database_exists(path):
         return []
-    key = key | {name: _plain(getattr(problem, name)) for name in _PROBLEM}
-    facts = {fact: getattr(silicon, fact) for fact in FACTS} | {"name": silicon.name}
-    sql = f"SELECT id FROM silicon WHERE {' AND '.join(f'{f} = :{f}' for f in FACTS)} ORDER BY name <> :name, name"
     try:
         with _reading(path) as connection:
-            ids = [row[0] for row in connection.execute(sql, facts).fetchall()]
-            return [row for i in ids for row in connection.execute(query, {**key, "silicon_id": i}).fetchall()]
+            return rows(connection)
     except sqlite3.Error as error:
         if _is_damage(error):
             _set_aside(path, error)
@@ -111,6 +143,11 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
         connection.text_factory = bytes
         connection.execute("BEGIN")
         yield connection
+
+
+def _values(problem: Problem) -> dict[str, object]:
+    """The problem, its rows aside, by column."""
+    return {name: _plain(getattr(problem, name)) for name in _PROBLEM}
 
 
 def _plain(value: object) -> object:

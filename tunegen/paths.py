@@ -14,6 +14,9 @@ from .errors import ResourceMissingError
 
 PACKAGE = Path(__file__).resolve().parent
 
+ANOTHER_DATABASE = "give another with --db, or set TUNEGEN_DB"
+"""What helps where the database is no good, whichever of the two has named it."""
+
 # What `os.environ` keeps is encoded, and follows every change that is made through it.
 _ENCODED: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _encode: Callable[[str], Any] = getattr(os.environ, "encodekey", str) if _ENCODED is not os.environ else str
@@ -97,6 +100,13 @@ def write_whole(path: Path, text: bytes, mode: int = 0o600) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def unwritable(path: Path, error: OSError) -> str:
+    """What to say of a file of the caller's that `write_whole` could not write."""
+    if isinstance(error, FileNotFoundError):
+        return f"cannot write {path}: there is no folder {path.parent}; make it, or choose another file"
+    return f"cannot write {path}: {error.strerror}; choose another file"
 
 
 def is_private(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from .errors import RecordingError
 from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, RMS_NORM, Problem
 from .ops import OPS
-from .paths import write_whole
+from .paths import unwritable, write_whole
 
 FORMAT = 1
 LARGEST = 2**62
@@ -57,7 +57,7 @@ class Recording:
         try:
             write_whole(target, f"{text}\n".encode(), 0o644)
         except OSError as error:
-            raise RecordingError(f"cannot write {target}: {error.strerror}; choose another file") from error
+            raise RecordingError(unwritable(target, error)) from error
 
     def __str__(self) -> str:
         lines = [f"{sum(c.count for c in self.calls)} norm calls in a step of {self.model}"]

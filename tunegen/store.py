@@ -23,15 +23,16 @@ from . import records
 from .errors import StoreError
 from .liveness import mark_interrupted, process_identity, refuse_while_swept
 from .model import Problem, Silicon, Trial
+from .paths import ANOTHER_DATABASE
 from .records import StoredTrial
 
 BUSY_SECONDS = 30
 VERSIONS = ("tunegen", "torch", "triton", "driver")
 
 _REMEDIES = (
-    ("locked", f"another process has held it for {BUSY_SECONDS} s: wait for it, or set TUNEGEN_DB"),
-    ("not a database", "it is left as it is: move it away, or set TUNEGEN_DB to another file"),
-    ("malformed", "it is damaged and left as it is: move it away, or set TUNEGEN_DB to another file"),
+    ("locked", f"another process has held it for {BUSY_SECONDS} s: wait for it, {ANOTHER_DATABASE}"),
+    ("not a database", f"it is left as it is: move it away, {ANOTHER_DATABASE}"),
+    ("malformed", f"it is damaged and left as it is: move it away, {ANOTHER_DATABASE}"),
     ("full", "free some space on that disk"),
     ("disk I/O", "is that disk full, or failing?"),
 )
@@ -73,7 +74,8 @@ class Store:
         """
         path = Path(path).expanduser().absolute()
         if not os.path.isfile(path):
-            raise StoreError(f"no database at {path}; run `tunegen sweep`, or set TUNEGEN_DB")
+            none = f"no database at {path}; run `tunegen sweep`,"
+            raise StoreError(f"{f'{path} is no plain file;' if os.path.exists(path) else none} {ANOTHER_DATABASE}")
         # Where it may be written, SQLite can roll back what a killed writer left; read-only, it would refuse the file.
         writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
         return cls(path, "rw" if writable else "ro")._checked(Store._protect)
@@ -207,13 +209,11 @@ class Store:
 
     def _select(self, source: str, filters: Mapping[str, object], order: str) -> list[dict[str, Any]]:
         with self._explained():
-            described = self._connection.execute(f"SELECT * FROM {source} LIMIT 0").description
-        allowed = [column[0] for column in described]
+            allowed = [column[0] for column in self._connection.execute(f"SELECT * FROM {source} LIMIT 0").description]
         if unknown := sorted(set(filters) - set(allowed)):
             raise StoreError(f"unknown filter {unknown[0]!r}; allowed are {', '.join(allowed)}")
         values = {name: records.plain(name, value) for name, value in filters.items()}
-        sql = f"SELECT * FROM {source} WHERE {records.equal(values)} ORDER BY {order}"
-        return self.rows(sql, values)
+        return self.rows(f"SELECT * FROM {source} WHERE {records.equal(values)} ORDER BY {order}", values)
 
     def rows(self, sql: str, values: Mapping[str, object]) -> list[dict[str, Any]]:
         """What a query finds, by column. Raises StoreError when the file cannot be read."""
@@ -248,7 +248,7 @@ class Store:
         try:
             yield
         except sqlite3.Error as error:
-            remedy = next((text for word, text in _REMEDIES if word in str(error)), "check it, or set TUNEGEN_DB")
+            remedy = next((text for word, text in _REMEDIES if word in str(error)), f"check it, {ANOTHER_DATABASE}")
             raise StoreError(f"database {self.path}: {error}; {remedy}") from error
 
     def _pending(self) -> bool:
@@ -258,7 +258,7 @@ class Store:
             tables = database.table_names()  # first: a process that creates the file commits both at once
             applied = {step.name for step in schema.migrations.applied(database)}
         if tables and not applied:
-            raise StoreError(f"{self.path} is another program's database; set TUNEGEN_DB to another file")
+            raise StoreError(f"{self.path} is another program's database; {ANOTHER_DATABASE}")
         known = {step.__name__ for step in schema.STEPS}
         if later := sorted(applied - known):
             raise StoreError(f"{self.path} was written by a later tunegen (it has {later[0]}); upgrade tunegen")
@@ -291,9 +291,9 @@ def _check_place(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
-            raise StoreError(f"{path} is no plain file; set TUNEGEN_DB to the path of a file")
+            raise StoreError(f"{path} is no plain file; {ANOTHER_DATABASE}")
     except OSError as error:
-        raise StoreError(f"cannot make {path}: {error.strerror}; set TUNEGEN_DB to another place") from error
+        raise StoreError(f"cannot make {path}: {error.strerror}; {ANOTHER_DATABASE}") from error
     for place in (path, path.parent):  # the folder too: the journal lies beside the database
         if place.exists() and not os.access(place, os.W_OK):
-            raise StoreError(f"{place} may not be written; change its permissions, or set TUNEGEN_DB to another place")
+            raise StoreError(f"{place} may not be written; change its permissions, {ANOTHER_DATABASE}")
