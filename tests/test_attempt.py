@@ -189,6 +189,9 @@ def test_numbers_that_a_file_does_not_use_are_refused(tmp_path):
         ("tl.load(", "tl.lode(", r"no attribute 'lode'.*, at `x = tl\.lode\("),
         ("CHUNK: tl.constexpr", "WIDTH: tl.constexpr", "has an argument WIDTH, which no parameter or tensor gives"),
         ("(p.M,)", "(p.M, p.SPLITS)", "its plan needs SPLITS, which no parameter gives"),
+        ("def plan(p)", "def plans(p)", r"forward_mine\.py\.jinja has no plan\(p\)$"),
+        ("Plan((Launch(forward_two_pass, (p.M,)),))", "Launch(forward_two_pass, (p.M,))", "return a Plan, got Launch$"),
+        ("Plan((Launch(forward_two_pass, (p.M,)),))", "Launch", r"mine\.py\.jinja: plan must return a Plan, got Launch$"),
     ],
 )
 def test_mistakes_in_a_file_are_named_with_their_place(tmp_path, old, new, words):
