@@ -192,7 +192,8 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
     """Render, compile, verify and time one config of WHAT, such as rms_norm.forward; nothing is stored.
 
     FAMILY is one of `tunegen families`, or the path of a template file. PARAMETERS are NAME=VALUE; what is not given
-    comes from the built-in default. Ends with exit code 1 unless the config is right.
+    comes from the built-in default. Ends with exit code 1 if the config is wrong; with 3 if it compiles and nothing was
+    verified, for want of a GPU or since --arch names one.
 
     Example: tunegen try rms_norm.forward single_block --hidden 4096 --rows 16384 num_warps=8
     """
@@ -204,8 +205,7 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
         raise click.BadParameter(f"{what!r} is none of {', '.join(known)}", param_hint="WHAT")
     given, problem = parameters_of(parameters), problem_of({**options, "op": op, "direction": direction})
     console = None if as_json else console_for()
-    if not try_one(problem, family, given, options["arch"], options["seed"], console):
-        click.get_current_context().exit(1)
+    click.get_current_context().exit(try_one(problem, family, given, options["arch"], options["seed"], console))
 
 
 @main.command()
