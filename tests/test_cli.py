@@ -91,7 +91,7 @@ BAD_INPUT = {
     "show --kind bad": ["--kind", "'bad'", "'measured'"],
     "render sideways --hidden 64": ["'sideways'", "'forward', 'backward'"],
     "render forward": ["--hidden", "Missing"],
-    "render forward --hidden 0": ["--hidden", "0 is not in the range 1<=x<=2147483647"],
+    "render forward --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
     "render forward --hidden 64 --rows 0": ["--rows", "0 is not in the range"],
     "render forward --hidden 64 --arch sm_1": ["--arch", "'sm_1'", "sm_80, sm_86"],
     "render forward two_pass CHUNK --hidden 64": ["'CHUNK'", "NAME=VALUE", "num_warps=8"],
@@ -106,6 +106,9 @@ BAD_INPUT = {
         "BLOCK_SIZE of single_block is 'big', but is computed, here 64: next_power_of_2(N)"
     ],
     "render backward dx_only RSTD=1 --hidden 64": ["RSTD of dx_only is 1", "saved, recomputed"],
+    "try rms_norm.forward two_pass --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
+    "try rms_norm.forward two_pass --hidden 4096,5120": ["'4096,5120' is no integer; give one number, such as 4096"],
+    "show --rows 1,2": ["--rows", "'1,2' is no integer; give one number"],
     "tune": ["No such command 'tune'"],
 }
 

@@ -48,12 +48,25 @@ def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     """Positive integers, separated by commas, the option given once or several times."""
     found = []
     for text in (part.strip() for group in value for part in group.split(",")):
-        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
-            raise click.BadParameter(f"{text!r} is no integer; give one or several, such as 4096 or 4096,5120")
-        if not 1 <= int(text) <= LARGEST:
-            raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
-        found.append(int(text))
+        found.append(_size_of(text, "one or several, such as 4096 or 4096,5120"))
     return found
+
+
+def _size_of(text: str, wanted: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+        raise click.BadParameter(f"{text!r} is no integer; give {wanted}")
+    if not 1 <= int(text) <= LARGEST:
+        raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
+    return int(text)
+
+
+class _Size(click.ParamType):
+    """One width or row count, refused in the words of `numbers`."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return _size_of(str(value).strip(), "one number, such as 4096")
 
 
 def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -64,7 +77,7 @@ def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | Non
         raise click.UsageError(str(error)) from error
 
 
-size = click.IntRange(1, LARGEST)
+size = _Size()
 dtypes = click.Choice(list(DTYPE_BYTES))
 weight_option = click.option(
     "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
