@@ -59,6 +59,7 @@ def refused(*arguments):
 # Bad input
 
 
+FROZEN = "--frozen-weight: forward computes no gradient; take backward too, or leave it out"
 BAD_INPUT = {
     "sweep": ["--hidden 4096", "--from"],
     "sweep --from step.json --hidden 64": ["--from", "--hidden", "give one of them up"],
@@ -109,6 +110,10 @@ BAD_INPUT = {
     "try rms_norm.forward two_pass --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
     "try rms_norm.forward two_pass --hidden 4096,5120": ["'4096,5120' is no integer; give one number, such as 4096"],
     "show --rows 1,2": ["--rows", "'1,2' is no integer; give one number"],
+    "sweep --hidden 64 --direction forward --frozen-weight": [FROZEN],
+    "try rms_norm.forward two_pass --hidden 64 --frozen-weight": [FROZEN],
+    "render forward --hidden 64 --frozen-weight": [FROZEN],
+    "explain --hidden 64 --rows 4 --direction forward --frozen-weight": [FROZEN],
     "tune": ["No such command 'tune'"],
 }
 

@@ -11,6 +11,7 @@ import click
 
 from . import __version__
 from .cli_options import (
+    check_frozen,
     console_for,
     db_option,
     dtypes,
@@ -134,6 +135,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 def _problems_of(options: dict[str, Any]) -> list[Problem]:
     """Every combination of what may be given several times, once."""
     keys = ("direction", "dtype", "casting", "hidden", "rows")
+    check_frozen(options["frozen_weight"], options["direction"])
     options["rows"] = rows_to_sweep(options["rows"], options["policy"], DEFAULT_ROWS)
     combined = product(*(options[key] for key in keys))
     return list(dict.fromkeys(problem_of(options | dict(zip(keys, values, strict=True))) for values in combined))
@@ -173,6 +175,7 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
     """
     from .rendered import render_kernel
 
+    check_frozen(options["frozen_weight"], (options["direction"],))
     given = (family, parameters_of(parameters)) if family else None
     origin, text = render_kernel(
         problem_of(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
@@ -203,6 +206,7 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
     if op not in OPS or direction not in DIRECTIONS:
         known = [f"{name}.{way}" for name in OPS for way in DIRECTIONS]
         raise click.BadParameter(f"{what!r} is none of {', '.join(known)}", param_hint="WHAT")
+    check_frozen(options["frozen_weight"], (direction,))
     given, problem = parameters_of(parameters), problem_of({**options, "op": op, "direction": direction})
     console = None if as_json else console_for()
     click.get_current_context().exit(try_one(problem, family, given, options["arch"], options["seed"], console))
@@ -224,6 +228,7 @@ def explain(direction: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     from .single import explain_problems
 
+    check_frozen(options["frozen_weight"], direction)
     problems = [problem_of({**options, "direction": one}) for one in direction]
     explain_problems(problems, options["db"], options["arch"], None if as_json else console_for())
 

@@ -46,10 +46,8 @@ def new_folder(db: Path) -> str:
 
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
     """Positive integers, separated by commas, the option given once or several times."""
-    found = []
-    for text in (part.strip() for group in value for part in group.split(",")):
-        found.append(_size_of(text, "one or several, such as 4096 or 4096,5120"))
-    return found
+    texts = (part.strip() for group in value for part in group.split(","))
+    return [_size_of(text, "one or several, such as 4096 or 4096,5120") for text in texts]
 
 
 def _size_of(text: str, wanted: str) -> int:
@@ -192,6 +190,12 @@ def problem_of(options: dict[str, Any]) -> Problem:
         sum_in_fp32=options["sum_in_fp32"] and forward_16_bit,  # elsewhere it makes no difference
         policy=options["policy"],
     )
+
+
+def check_frozen(frozen: bool, directions: Sequence[str]) -> None:
+    """Raises click.UsageError for --frozen-weight where it makes no difference."""
+    if frozen and "backward" not in directions:
+        raise click.UsageError("--frozen-weight: forward computes no gradient; take backward too, or leave it out")
 
 
 def rows_to_sweep(rows: Sequence[int], policy: str, default: Sequence[int]) -> Sequence[int]:
