@@ -267,6 +267,24 @@ def test_sweep_without_a_gpu_stores_estimates_and_says_so(tmp_path):
     assert all(t["estimate_us"] > 0 and t["registers"] > 0 for t in trials)
 
 
+def lines_of(*arguments, db):
+    return output("sweep", "--arch", "sm_90", *arguments, "--db", db).splitlines()
+
+
+def test_problem_without_candidates_is_said_without_a_gpu(tmp_path):
+    lines = lines_of("--hidden", 2000000, "--rows", "1,64", "--direction", "backward", db=tmp_path / "tune.db")
+    assert [line for line in lines if line.startswith("backward")] == [
+        f"backward {rows}x2000000 bf16: 0 candidates: no family takes this problem" for rows in (1, 64)
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "told"), [(("--budget", 5), 1), ((), 0)])
+def test_budget_is_said_not_to_count_without_a_gpu(tmp_path, arguments, told):
+    wide = ("--hidden", 2000000, "--rows", "1,64", "--direction", "backward")
+    lines = lines_of(*wide, *arguments, db=tmp_path / "tune.db")
+    assert lines.count("--budget counts on a GPU; all candidates are compiled") == told
+
+
 @pytest.mark.compiler
 def test_sweep_of_the_other_op_is_told_apart(tmp_path):
     path = tmp_path / "tune.db"
@@ -709,7 +727,7 @@ def test_commands_are_under_the_policy_of_calls_in_their_shell(
 
     def noted(problems, *_, **__):
         seen.extend(problems if isinstance(problems, list) else [problems])
-        return ("as given", "")
+        return 0 if command.startswith("try") else ("as given", "")
 
     monkeypatch.setattr(function, noted)
     monkeypatch.setenv("TUNEGEN_POLICY", variable)

@@ -18,6 +18,7 @@ from .cli_options import (
     filter_options,
     frozen_option,
     json_option,
+    named_gpus,
     numbers,
     offset_option,
     op_option,
@@ -97,7 +98,9 @@ def main() -> None:
     show_default=True,
     help="Candidates a problem, at most, on a GPU.",
 )
-@click.option("--gpus", help="all, or numbers such as 0,1: several GPUs share the work. [default: 0]")
+@click.option(
+    "--gpus", callback=named_gpus, help="all, or numbers such as 0,1: several GPUs share the work. [default: 0]"
+)
 @click.option(
     "--arch", help="Compile and rank for this target, such as sm_90, without timing. [default where no GPU is: sm_90]"
 )

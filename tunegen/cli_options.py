@@ -58,13 +58,9 @@ def _size_of(text: str, wanted: str) -> int:
     return int(text)
 
 
-class _Size(click.ParamType):
+def size(value: str | int) -> int:
     """One width or row count, refused in the words of `numbers`."""
-
-    name = "integer"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return _size_of(str(value).strip(), "one number, such as 4096")
+    return _size_of(str(value).strip(), "one number, such as 4096")
 
 
 def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -75,7 +71,6 @@ def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | Non
         raise click.UsageError(str(error)) from error
 
 
-size = _Size()
 dtypes = click.Choice(list(DTYPE_BYTES))
 weight_option = click.option(
     "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
@@ -209,21 +204,26 @@ def rows_to_sweep(rows: Sequence[int], policy: str, default: Sequence[int]) -> S
     return (INVARIANT_ROWS,)
 
 
+def named_gpus(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """What `--gpus` gives, as it is: all, or numbers; whether they are there is for `devices_of`, which asks torch."""
+    for part in [] if value in (None, "all") else str(value).split(","):
+        if not re.fullmatch(r"[0-9]{1,4}", part.strip()):
+            raise click.BadParameter(f"{part.strip()!r} is no number of a GPU; give all, or 0,1")
+    return value
+
+
 def devices_of(text: str | None) -> list[int]:
-    """CUDA devices of `--gpus`: the first without it, all, or those that are named. Raises click.BadParameter."""
+    """CUDA devices of what `named_gpus` returns: the first without it, all, or those that are named. Raises
+    click.BadParameter for one that is not there."""
     import torch
 
     count = torch.cuda.device_count()
     if text == "all":
         return list(range(count))
-    found = []
-    for part in (part.strip() for part in (text or "0").split(",")):
-        if not re.fullmatch(r"[0-9]{1,4}", part):
-            raise click.BadParameter(f"{part!r} is no number of a GPU; give all, or 0,1", param_hint="--gpus")
-        if int(part) >= count:
-            raise click.BadParameter(f"no GPU {int(part)}: {count} are visible to torch", param_hint="--gpus")
-        found.append(int(part))
-    return list(dict.fromkeys(found))
+    found = list(dict.fromkeys(int(part) for part in (text or "0").split(",")))
+    if absent := [number for number in found if number >= count]:
+        raise click.BadParameter(f"no GPU {absent[0]}: {count} are visible to torch", param_hint="--gpus")
+    return found
 
 
 def console_for(to_stderr: bool = False) -> Console:
