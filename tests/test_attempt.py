@@ -18,12 +18,14 @@ from tunegen.model import Config, Problem, TrialState
 from tunegen.ops import op_spec
 from tunegen.render import render, renderings
 from tunegen.silicon import of_arch
+from tunegen.single import CPU_CHECK
 from tunegen.space import load_space
 
 H200 = of_arch("sm_90")
 FORWARD = Problem("rms_norm", "forward", 4096, 1024)
 BACKWARD = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
 SPACE = load_space("rms_norm")
+REPOSITORY = paths.PACKAGE.parent
 TEMPLATES = paths.resource("templates") / "rms_norm"
 
 
@@ -189,6 +191,9 @@ def test_numbers_that_a_file_does_not_use_are_refused(tmp_path):
         ("tl.load(", "tl.lode(", r"no attribute 'lode'.*, at `x = tl\.lode\("),
         ("CHUNK: tl.constexpr", "WIDTH: tl.constexpr", "has an argument WIDTH, which no parameter or tensor gives"),
         ("(p.M,)", "(p.M, p.SPLITS)", "its plan needs SPLITS, which no parameter gives"),
+        ("def plan(p)", "def plans(p)", r"forward_mine\.py\.jinja has no plan\(p\)$"),
+        ("Plan((Launch(forward_two_pass, (p.M,)),))", "Launch(forward_two_pass, (p.M,))", "return a Plan, got Launch$"),
+        ("Plan((Launch(forward_two_pass, (p.M,)),))", "Launch", "plan must return a Plan, got Launch$"),
     ],
 )
 def test_mistakes_in_a_file_are_named_with_their_place(tmp_path, old, new, words):
@@ -216,7 +221,7 @@ def test_measured_config_has_state_resources_and_times(tmp_path):
     with gpu.worker() as worker:
         values = attempt(problem, config, H200, worker).as_json()
     us = us_of(problem, config)
-    assert (values["state"], values["us"]) == ("ok", us)
+    assert (values["state"], values["verified"], values["us"]) == ("ok", True, us)
     assert values["share_of_copy"] == pytest.approx(10 / us)  # the sentinel takes 10 us
     assert values["tb_per_s"] == pytest.approx(2 * 1024 * 4096 * 2 / us / 1e6)
 
@@ -227,18 +232,43 @@ def test_measured_config_has_state_resources_and_times(tmp_path):
 @pytest.mark.compiler
 def test_command_without_a_gpu_compiles_and_says_so():
     done = run("rms_norm.forward", "single_block", "ROWS=1", "num_warps=1")
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 3, done.output
     assert "single_block BLOCK_SIZE=256 ROWS=1 num_warps=1" in done.output
     assert "registers" in done.output
     assert "state          compiles" in done.output
-    assert done.output.splitlines()[-1] == "Compiled for sm_90, neither verified nor timed."
+    assert done.output.splitlines()[-2:] == [
+        "Compiled for sm_90, neither verified nor timed.",
+        f"Its values on the CPU, in a checkout: {CPU_CHECK} forward_single_block",
+    ]
+
+
+@pytest.mark.compiler
+def test_wrong_file_that_compiles_is_not_said_to_be_ok_without_a_gpu(tmp_path):
+    """It was `"state": "ok"` and exit code 0, though its values are wrong."""
+    path = tmp_path / "forward_mine.py.jinja"
+    text = (TEMPLATES / "forward_two_pass.py.jinja").read_text()
+    assert "rsqrt(" in text
+    path.write_text(text.replace("rsqrt(", "sqrt("))
+    done = run("rms_norm.forward", str(path), "CHUNK=1024", "--json")
+    assert done.exit_code == 3
+    found = json.loads(done.stdout)
+    assert (found["state"], found["verified"], found["timed"]) == ("compiles", False, False)
+    assert f"{CPU_CHECK} forward_mine" in done.stderr
+
+
+@pytest.mark.parametrize("file", ["CONTRIBUTING.md", "templates/README.md"])
+def test_recipes_name_the_check_of_values_without_a_gpu(file):
+    text = (REPOSITORY / file).read_text(encoding="utf-8")
+    assert f"`.venv/bin/{CPU_CHECK} <direction>_<family>`" in text
+    path = re.search(r"tests/\S+\.py", CPU_CHECK)[0]
+    assert (REPOSITORY / path).is_file()
 
 
 @pytest.mark.compiler
 def test_long_values_go_on_below_their_beginning_in_a_terminal(monkeypatch):
     monkeypatch.setattr(cli, "console_for", lambda *_: Console(force_terminal=True, width=60))
     lines = run("rms_norm.backward", "persistent_partials").output.splitlines()
-    assert max(map(len, lines)) <= 60
+    assert max(len(line) for line in lines if line.startswith(" ")) <= 60  # the others hold a command, to be copied
     start = next(i for i, line in enumerate(lines) if line.startswith("  config         persistent_partials"))
     assert lines[start + 1].startswith(" " * 17)
 
@@ -248,7 +278,7 @@ def test_command_ends_with_1_where_the_config_is_wrong():
     done = run("rms_norm.forward", "single_block", "BLOCK_SIZE=128", "--json")
     assert done.exit_code == 1
     found = json.loads(done.output)
-    assert found["state"] == "compile"
+    assert (found["state"], found["verified"]) == ("compile", False)
     assert "narrower than the row" in found["reason"]
     assert found["outside_of_the_search_space"] == "single_block: BLOCK_SIZE is 128, but may be 256"
 

@@ -137,12 +137,10 @@ def test_op_runs_in_torch_and_says_why(build, monkeypatch, caplog):
 BROKEN = {
     "raise RuntimeError('no such intrinsic')": "RuntimeError: no such intrinsic",
     "import a_module_that_nobody_has": "ModuleNotFoundError: No module named 'a_module_that_nobody_has'",
-    "from types import SimpleNamespace as S\n\ndef plan(p): return S(scratch={}, launches=[S(kernel=len, grid=(1,), "
-    "num_warps=None, values={})])": "len: AttributeError: ",
-    "from types import SimpleNamespace as S\nkernel = S(__name__='kernel', arg_names=['x_ptr', 'COLOUR'], params=[])\n"
-    "def plan(p): return S(scratch={}, launches=[S(kernel=kernel, grid=(1,), num_warps=None, values={})])": (
-        "kernel: nothing gives its parameter 'COLOUR'"
-    ),
+    "from tunegen.model import Launch, Plan\n\ndef plan(p): return Plan((Launch(len, (1,)),))": "len: AttributeError: ",
+    "from types import SimpleNamespace as S\nfrom tunegen.model import Launch, Plan\n"
+    "kernel = S(__name__='kernel', arg_names=['x_ptr', 'COLOUR'], params=[])\n"
+    "def plan(p): return Plan((Launch(kernel, (1,)),))": "kernel: nothing gives its parameter 'COLOUR'",
 }
 
 

@@ -60,6 +60,7 @@ def refused(*arguments):
 # Bad input
 
 
+FROZEN = "--frozen-weight: forward computes no gradient; take backward too, or leave it out"
 BAD_INPUT = {
     "sweep": ["--hidden 4096", "--from"],
     "sweep --from step.json --hidden 64": ["--from", "--hidden", "give one of them up"],
@@ -92,7 +93,7 @@ BAD_INPUT = {
     "show --kind bad": ["--kind", "'bad'", "'measured'"],
     "render sideways --hidden 64": ["'sideways'", "'forward', 'backward'"],
     "render forward": ["--hidden", "Missing"],
-    "render forward --hidden 0": ["--hidden", "0 is not in the range 1<=x<=2147483647"],
+    "render forward --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
     "render forward --hidden 64 --rows 0": ["--rows", "0 is not in the range"],
     "render forward --hidden 64 --arch sm_1": ["--arch", "'sm_1'", "sm_80, sm_86"],
     "render forward two_pass CHUNK --hidden 64": ["'CHUNK'", "NAME=VALUE", "num_warps=8"],
@@ -107,6 +108,13 @@ BAD_INPUT = {
         "BLOCK_SIZE of single_block is 'big', but is computed, here 64: next_power_of_2(N)"
     ],
     "render backward dx_only RSTD=1 --hidden 64": ["RSTD of dx_only is 1", "saved, recomputed"],
+    "try rms_norm.forward two_pass --hidden 0": ["--hidden", "0 is not in the range from 1 to 2147483647"],
+    "try rms_norm.forward two_pass --hidden 4096,5120": ["'4096,5120' is no integer; give one number, such as 4096"],
+    "show --rows 1,2": ["--rows", "'1,2' is no integer; give one number"],
+    "sweep --hidden 64 --direction forward --frozen-weight": [FROZEN],
+    "try rms_norm.forward two_pass --hidden 64 --frozen-weight": [FROZEN],
+    "render forward --hidden 64 --frozen-weight": [FROZEN],
+    "explain --hidden 64 --rows 4 --direction forward --frozen-weight": [FROZEN],
     "tune": ["No such command 'tune'"],
 }
 
@@ -262,6 +270,24 @@ def test_sweep_without_a_gpu_stores_estimates_and_says_so(tmp_path):
     )
     assert {(t["kind"], t["state"], t["us"]) for t in trials} == {("estimated", "ok", None)}
     assert all(t["estimate_us"] > 0 and t["registers"] > 0 for t in trials)
+
+
+def lines_of(*arguments, db):
+    return output("sweep", "--arch", "sm_90", *arguments, "--db", db).splitlines()
+
+
+def test_problem_without_candidates_is_said_without_a_gpu(tmp_path):
+    lines = lines_of("--hidden", 2000000, "--rows", "1,64", "--direction", "backward", db=tmp_path / "tune.db")
+    assert [line for line in lines if line.startswith("backward")] == [
+        f"backward {rows}x2000000 bf16: 0 candidates: no family takes this problem" for rows in (1, 64)
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "told"), [(("--budget", 5), 1), ((), 0)])
+def test_budget_is_said_not_to_count_without_a_gpu(tmp_path, arguments, told):
+    wide = ("--hidden", 2000000, "--rows", "1,64", "--direction", "backward")
+    lines = lines_of(*wide, *arguments, db=tmp_path / "tune.db")
+    assert lines.count("--budget counts on a GPU; all candidates are compiled") == told
 
 
 @pytest.mark.compiler
@@ -723,7 +749,7 @@ def test_commands_are_under_the_policy_of_calls_in_their_shell(
 
     def noted(problems, *_, **__):
         seen.extend(problems if isinstance(problems, list) else [problems])
-        return ("as given", "")
+        return 0 if command.startswith("try") else ("as given", "")
 
     monkeypatch.setattr(function, noted)
     monkeypatch.setenv("TUNEGEN_POLICY", variable)

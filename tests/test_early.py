@@ -22,6 +22,9 @@ def gpu(tmp_path, monkeypatch):
     """A machine with a driver, whose measuring processes are stand-ins; `prepared` counts pools that start."""
     gpu = FakeGpu(str(tmp_path / "log"))
     monkeypatch.setattr(early, "DRIVERS", (tmp_path,))
+    monkeypatch.setattr(early, "CARDS", str(tmp_path / "nvidia[0-9]*"))
+    for number in range(2):
+        (tmp_path / f"nvidia{number}").touch()
     monkeypatch.setattr(early, "Worker", gpu.worker_on)
     monkeypatch.setattr("tunegen.pool.CompilePool.prepare", lambda self: prepared.append(self))
     prepared = gpu.prepared = []
@@ -44,10 +47,17 @@ def test_it_ends_with_the_sweep(gpu):
     assert process.exitcode is not None
 
 
-@pytest.mark.parametrize(("gpus", "arch"), [(None, "sm_90"), ("all", None), ("0,1", None), ("x", None)])
+@pytest.mark.parametrize(("gpus", "arch"), [(None, "sm_90"), ("all", None), ("0,1", None), ("x", None), ("2", None)])
 def test_nothing_is_started_for_other_sweeps(gpu, gpus, arch):
     with started_early(gpus, arch, 0) as found:
         assert found is None
+
+
+def test_the_first_gpu_needs_no_file_of_its_own(gpu, monkeypatch):
+    """In WSL there is none."""
+    monkeypatch.setattr(early, "CARDS", "/dev/none*")
+    with started_early(None, None, 0) as found:
+        assert found.worker.device == 0
 
 
 def test_nothing_is_started_without_a_driver(gpu, tmp_path, monkeypatch):

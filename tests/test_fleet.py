@@ -219,6 +219,26 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch, text, words):
     assert words in done.output
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x", "'x' is no number"),
+        ("-1", "'-1' is no number"),
+        ("0,", "'' is no number"),
+        ("3", "no GPU 3: 0 are visible"),
+    ],
+)
+def test_gpus_are_refused_where_there_is_none(tmp_path, monkeypatch, text, words):
+    """They were ignored, and the sweep compiled for a target."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    db = tmp_path / "new" / "tune.db"
+    done = CliRunner().invoke(main, ["sweep", "--hidden", "64", "--gpus", text, "--db", str(db)])
+    assert done.exit_code == 2
+    assert words in done.output
+    assert not db.parent.exists()
+
+
 def test_gpu_goes_on_with_kernels_that_it_has_compiled():
     """Others would compile them again: what a config compiles to does not depend on the row count."""
     problems = [Problem("rms_norm", d, 4096, rows) for d in ("forward", "backward") for rows in (1, 64, 1024)]

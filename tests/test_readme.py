@@ -34,7 +34,7 @@ def test_use_of_the_op():
 def test_policies_and_warmup(capsys):
     names = run(BLOCKS[1])
     assert names["y"].shape == (7, 4096)
-    run(BLOCKS[2], tunegen=tunegen)
+    run(BLOCKS[2])
     assert capsys.readouterr().out.count("4096 bf16") == 4
 
 

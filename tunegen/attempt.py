@@ -41,6 +41,11 @@ class Attempt:
         """Whether every step that could be taken succeeded."""
         return self.trial.state is TrialState.OK
 
+    @property
+    def verified(self) -> bool:
+        """Whether its values are right: without a GPU nobody knows."""
+        return self.ok and self.trial.kind != "estimated"
+
     def facts(self) -> dict[str, Any]:
         """What people want to know, by names for people."""
         names = {
@@ -60,8 +65,6 @@ class Attempt:
             "estimate_us": "estimate, us",
         }
         values = self.as_json()
-        if self.ok and not values["timed"]:
-            values["state"] = "compiles"
         return {name: values[key] for key, name in names.items() if values[key] not in (None, "")}
 
     def as_json(self) -> dict[str, Any]:
@@ -72,7 +75,8 @@ class Attempt:
         return {
             "problem": trial.problem.label(),
             "config": trial.config.label(),
-            "state": trial.state.value,
+            "state": "compiles" if self.ok and not self.verified else trial.state.value,
+            "verified": self.verified,
             "timed": timed is not None,
             "reason": trial.reason,
             "outside_of_the_search_space": self.outside,

@@ -11,12 +11,14 @@ import click
 
 from . import __version__
 from .cli_options import (
+    check_frozen,
     console_for,
     db_option,
     dtypes,
     filter_options,
     frozen_option,
     json_option,
+    named_gpus,
     numbers,
     offset_option,
     op_option,
@@ -96,7 +98,9 @@ def main() -> None:
     show_default=True,
     help="Candidates a problem, at most, on a GPU.",
 )
-@click.option("--gpus", help="all, or numbers such as 0,1: several GPUs share the work. [default: 0]")
+@click.option(
+    "--gpus", callback=named_gpus, help="all, or numbers such as 0,1: several GPUs share the work. [default: 0]"
+)
 @click.option(
     "--arch", help="Compile and rank for this target, such as sm_90, without timing. [default where no GPU is: sm_90]"
 )
@@ -134,6 +138,7 @@ def sweep(ctx: click.Context, /, **options: Any) -> None:
 def _problems_of(options: dict[str, Any]) -> list[Problem]:
     """Every combination of what may be given several times, once."""
     keys = ("direction", "dtype", "casting", "hidden", "rows")
+    check_frozen(options["frozen_weight"], options["direction"])
     options["rows"] = rows_to_sweep(options["rows"], options["policy"], DEFAULT_ROWS)
     combined = product(*(options[key] for key in keys))
     return list(dict.fromkeys(problem_of(options | dict(zip(keys, values, strict=True))) for values in combined))
@@ -173,6 +178,7 @@ def render(family: str | None, parameters: tuple[str, ...], **options: Any) -> N
     """
     from .rendered import render_kernel
 
+    check_frozen(options["frozen_weight"], (options["direction"],))
     given = (family, parameters_of(parameters)) if family else None
     origin, text = render_kernel(
         problem_of(options), given, options["db"], options["arch"], save_rstd=options["save_rstd"]
@@ -192,7 +198,8 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
     """Render, compile, verify and time one config of WHAT, such as rms_norm.forward; nothing is stored.
 
     FAMILY is one of `tunegen families`, or the path of a template file. PARAMETERS are NAME=VALUE; what is not given
-    comes from the built-in default. Ends with exit code 1 unless the config is right.
+    comes from the built-in default. Ends with exit code 1 if the config is wrong; with 3 if it compiles and nothing was
+    verified, for want of a GPU or since --arch names one.
 
     Example: tunegen try rms_norm.forward single_block --hidden 4096 --rows 16384 num_warps=8
     """
@@ -202,10 +209,10 @@ def try_config(what: str, family: str, parameters: tuple[str, ...], as_json: boo
     if op not in OPS or direction not in DIRECTIONS:
         known = [f"{name}.{way}" for name in OPS for way in DIRECTIONS]
         raise click.BadParameter(f"{what!r} is none of {', '.join(known)}", param_hint="WHAT")
+    check_frozen(options["frozen_weight"], (direction,))
     given, problem = parameters_of(parameters), problem_of({**options, "op": op, "direction": direction})
     console = None if as_json else console_for()
-    if not try_one(problem, family, given, options["arch"], options["seed"], console):
-        click.get_current_context().exit(1)
+    click.get_current_context().exit(try_one(problem, family, given, options["arch"], options["seed"], console))
 
 
 @main.command()
@@ -224,6 +231,7 @@ def explain(direction: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     from .single import explain_problems
 
+    check_frozen(options["frozen_weight"], direction)
     problems = [problem_of({**options, "direction": one}) for one in direction]
     explain_problems(problems, options["db"], options["arch"], None if as_json else console_for())
 

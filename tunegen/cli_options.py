@@ -49,14 +49,21 @@ def new_folder(db: Path) -> str:
 
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
     """Positive integers, separated by commas, the option given once or several times."""
-    found = []
-    for text in (part.strip() for group in value for part in group.split(",")):
-        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
-            raise click.BadParameter(f"{text!r} is no integer; give one or several, such as 4096 or 4096,5120")
-        if not 1 <= int(text) <= LARGEST:
-            raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
-        found.append(int(text))
-    return found
+    texts = (part.strip() for group in value for part in group.split(","))
+    return [_size_of(text, "one or several, such as 4096 or 4096,5120") for text in texts]
+
+
+def _size_of(text: str, wanted: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+        raise click.BadParameter(f"{text!r} is no integer; give {wanted}")
+    if not 1 <= int(text) <= LARGEST:
+        raise click.BadParameter(f"{int(text)} is not in the range from 1 to {LARGEST}")
+    return int(text)
+
+
+def size(value: str | int) -> int:
+    """One width or row count, refused in the words of `numbers`."""
+    return _size_of(str(value).strip(), "one number, such as 4096")
 
 
 def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -67,7 +74,6 @@ def policy_in_force(ctx: click.Context, param: click.Parameter, value: str | Non
         raise click.UsageError(str(error)) from error
 
 
-size = click.IntRange(1, LARGEST)
 dtypes = click.Choice(list(DTYPE_BYTES))
 weight_option = click.option(
     "--weight-dtype", type=click.Choice([*DTYPE_BYTES, "none"]), help="Of the weight. [default: as --dtype]"
@@ -198,6 +204,12 @@ def problem_of(options: dict[str, Any]) -> Problem:
     )
 
 
+def check_frozen(frozen: bool, directions: Sequence[str]) -> None:
+    """Raises click.UsageError for --frozen-weight where it makes no difference."""
+    if frozen and "backward" not in directions:
+        raise click.UsageError("--frozen-weight: forward computes no gradient; take backward too, or leave it out")
+
+
 def rows_to_sweep(rows: Sequence[int], policy: str, default: Sequence[int]) -> Sequence[int]:
     """The row counts of `--rows`; "invariant" is tuned at one. Raises click.UsageError where another is given."""
     if policy != INVARIANT:
@@ -209,21 +221,26 @@ def rows_to_sweep(rows: Sequence[int], policy: str, default: Sequence[int]) -> S
     return (INVARIANT_ROWS,)
 
 
+def named_gpus(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """What `--gpus` gives, as it is: all, or numbers; whether they are there is for `devices_of`, which asks torch."""
+    for part in [] if value in (None, "all") else str(value).split(","):
+        if not re.fullmatch(r"[0-9]{1,4}", part.strip()):
+            raise click.BadParameter(f"{part.strip()!r} is no number of a GPU; give all, or 0,1")
+    return value
+
+
 def devices_of(text: str | None) -> list[int]:
-    """CUDA devices of `--gpus`: the first without it, all, or those that are named. Raises click.BadParameter."""
+    """CUDA devices of what `named_gpus` returns: the first without it, all, or those that are named. Raises
+    click.BadParameter for one that is not there."""
     import torch
 
     count = torch.cuda.device_count()
     if text == "all":
         return list(range(count))
-    found = []
-    for part in (part.strip() for part in (text or "0").split(",")):
-        if not re.fullmatch(r"[0-9]{1,4}", part):
-            raise click.BadParameter(f"{part!r} is no number of a GPU; give all, or 0,1", param_hint="--gpus")
-        if int(part) >= count:
-            raise click.BadParameter(f"no GPU {int(part)}: {count} are visible to torch", param_hint="--gpus")
-        found.append(int(part))
-    return list(dict.fromkeys(found))
+    found = list(dict.fromkeys(int(part) for part in (text or "0").split(",")))
+    if absent := [number for number in found if number >= count]:
+        raise click.BadParameter(f"no GPU {absent[0]}: {count} are visible to torch", param_hint="--gpus")
+    return found
 
 
 def console_for(to_stderr: bool = False) -> Console:

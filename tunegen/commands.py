@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from . import paths, report, silicon, step_report
@@ -39,18 +40,18 @@ def run_sweep(
     """Sweep on the GPU at hand, or compile and rank for a target where there is none or one is named; `counts` are the
     calls of a recorded step, `early` is what has been started for one GPU."""
     target = target_of(options["arch"])
+    devices = devices_of(options["gpus"]) if target is None or options["gpus"] else []
     arguments = {k: str(v) for k, v in options.items()}
     budget, seed = options["budget"], options["seed"]
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     began = time.monotonic()
-    if told := new_folder(options["db"]):
-        console.print(told, soft_wrap=True)
+    _told_first(console, options["db"], target)
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
         try:
             if target is not None:
                 trials = sweep_target(store, problems, target, seed, progress, arguments, early and early.pool)
-            elif len(devices := devices_of(options["gpus"])) == 1:
+            elif len(devices) == 1:
                 worker, pool = early or (Worker(devices[0], seed), None)
                 results = [sweep_gpu(store, problems, budget, seed, progress, arguments, worker, pool=pool)]
             else:
@@ -67,6 +68,15 @@ def run_sweep(
     if target is None:
         found |= _told(results, seconds, console)
     _end(found, progress.failures, seconds, console, options)
+
+
+def _told_first(console: Console, db: Path, target: Silicon | None) -> None:
+    """Print what someone may not expect of the sweep that begins."""
+    if told := new_folder(db):
+        console.print(told, soft_wrap=True)
+    given = click.get_current_context().get_parameter_source("budget")
+    if target is not None and given is ParameterSource.COMMANDLINE:
+        console.print("--budget counts on a GPU; all candidates are compiled", soft_wrap=True)
 
 
 def _told(results: Sequence[SweepResult], seconds: float, console: Console) -> dict[str, Any]:

@@ -69,15 +69,20 @@ def load(source: KernelSource) -> ModuleType:
 
 def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: int) -> Plan:
     """What `config` launches for `rows` rows of `hidden` elements on a GPU with `sms` multiprocessors. Raises
-    CompileError, whatever the template's `plan` raises."""
+    CompileError, whatever the template's `plan` raises, and where it has none or one that returns no Plan."""
+    file = f"{module.__name__.rpartition('.')[2].rpartition('_')[0]}.py.jinja"
+    if not hasattr(module, "plan"):
+        raise CompileError(f"{file} has no plan(p)")
     given = SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers)
     try:
-        plan: Plan = module.plan(given)
+        plan = module.plan(given)
     except Exception as error:
-        template = module.__name__.rpartition(".")[2].rpartition("_")[0]
         if isinstance(error, AttributeError) and error.obj is given:
-            raise CompileError(f"{template}.py.jinja: its plan needs {error.name}, which no parameter gives") from error
-        raise CompileError(f"{template}.py.jinja: {first_line(error)}, for {rows} rows") from error
+            raise CompileError(f"{file}: its plan needs {error.name}, which no parameter gives") from error
+        raise CompileError(f"{file}: {first_line(error)}, for {rows} rows") from error
+    if not isinstance(plan, Plan):
+        got = plan if isinstance(plan, type) else type(plan)
+        raise CompileError(f"{file}: plan must return a Plan, got {got.__name__}")
     return plan
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from .worker import Worker
 
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Files of NVIDIA's driver, on Linux and in WSL: where none of them is, no GPU is."""
+
+CARDS = "/dev/nvidia[0-9]*"
+"""A file for each GPU, on Linux; not more than these are visible to CUDA. WSL has none."""
 
 
 class Early(NamedTuple):
@@ -26,9 +30,9 @@ class Early(NamedTuple):
 
 @contextmanager
 def started_early(gpus: str | None, arch: str | None, seed: int) -> Iterator[Early | None]:
-    """Both until the end of the block, for a sweep with these options; None unless they ask for one GPU and there may
-    be one."""
-    one = arch is None and (gpus is None or gpus.isdecimal())
+    """Both until the end of the block, for a sweep with these options; None unless they ask for one GPU and it may be
+    there."""
+    one = arch is None and (gpus or "0").isdecimal() and int(gpus or 0) < max(len(glob(CARDS)), 1)
     if not one or paths.interpreted() or not any(path.exists() for path in DRIVERS):
         yield None
         return

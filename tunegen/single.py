@@ -19,8 +19,15 @@ from .errors import TunegenError
 from .explanation import explain_problem, with_torch_backward
 from .lookup import database_exists
 from .model import Problem, Value
+from .render import SUFFIX
 from .store import Store
 from .worker import Worker
+
+UNVERIFIED = 3
+"""Exit code where a config compiles and nothing was verified, for want of a GPU say: no verdict, as that of `gate`."""
+
+CPU_CHECK = "python -m tests tests/test_kernels_interpreted.py -k"
+"""What runs a template on the CPU and compares its values with float64, in a checkout; the template's name follows."""
 
 
 def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, console: Console | None) -> None:
@@ -49,8 +56,9 @@ def try_one(
     arch: str | None,
     seed: int,
     console: Console | None,
-) -> bool:
-    """Print what becomes of one config, as text or, without a console, as JSON; return whether it is right."""
+) -> int:
+    """Print what becomes of one config, as text or, without a console, as JSON; returns the exit code: 0 if it is
+    right, 1 if not, UNVERIFIED if it was compiled alone."""
     target = target_of(arch)
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to try one")
@@ -61,11 +69,22 @@ def try_one(
         found = attempt(problem, config_of(problem, family, given, on), on, worker)
     if console is None:
         click.echo(json.dumps(found.as_json(), indent=2))
-        return found.ok
-    _print_fields(console, ((name, _plain(value)) for name, value in found.facts().items()))
-    if worker is None and found.ok:
-        click.echo(f"{'No GPU: c' if arch is None else 'C'}ompiled for {on.arch}, neither verified nor timed.")
-    return found.ok
+    else:
+        _print_fields(console, ((name, _plain(value)) for name, value in found.facts().items()))
+    if not found.ok or found.verified:
+        return 0 if found.ok else 1
+    how = "No GPU: c" if arch is None else "C"
+    click.echo(f"{how}ompiled for {on.arch}, neither verified nor timed.", err=console is None)
+    click.echo(_cpu_check(problem.direction, family), err=console is None)
+    return UNVERIFIED
+
+
+def _cpu_check(direction: str, family: str) -> str:
+    """How values are checked without a GPU."""
+    if not family.endswith(SUFFIX):
+        return f"Its values on the CPU, in a checkout: {CPU_CHECK} {direction}_{family}"
+    name = Path(family).name.removesuffix(SUFFIX)
+    return f"Its values on the CPU, once it is in templates/ and in the search space: {CPU_CHECK} {name}"
 
 
 def _plain(value: Any) -> str:

@@ -45,7 +45,8 @@ def estimates(context: Context, problem: Problem) -> Iterator[Trial]:
         for family in space.families(problem, silicon)
         for config in space.candidates(problem, silicon, family.name)
     ]
-    context.listener.stage(problem.label(), len(configs))
+    none = "" if configs else ": 0 candidates: no family takes this problem"
+    context.listener.stage(f"{problem.label()}{none}", len(configs))
     for config, outcome in context.pool.compile(problem, configs):
         digest = digest_today(problem, config)
         family = space.family(problem.direction, config.family)
