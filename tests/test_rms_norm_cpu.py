@@ -205,6 +205,7 @@ def test_tunegen_disable_turns_kernels_off(monkeypatch, value, runs):
     if value is not None:
         monkeypatch.setenv("TUNEGEN_DISABLE", value)
     monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "has_storage", lambda _: True)
     on_a_gpu = SimpleNamespace(is_cuda=True, numel=lambda: 16)
     assert OP_MODULE.has_kernels(on_a_gpu, None) == runs
     assert not OP_MODULE.has_kernels(on_a_gpu, torch.ones(16)), (
