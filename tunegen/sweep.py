@@ -77,8 +77,8 @@ class Context:
 
     def ask(self, problem: Problem, sampler: Sampler) -> list[Config]:
         """The next batch, which begins to compile, and behind it what will be asked for later in any case, that of the
-        problem behind too: compilers that wait for the next batch would make the GPU wait afterwards. It waited 59 of
-        the 310 s that 66 problems took, when they did so between two of them (H200, 16 cores)."""
+        problem behind too: compilers that wait for the next batch would make the GPU wait afterwards. Before they went
+        on to the problem behind, it waited 59 of the 310 s that 66 problems took (H200, 16 cores)."""
         batch, room = sampler.ask(BATCH), AHEAD * self.pool.workers
         certain = sampler.certain()[:room]
         self.pool.begin(problem, [*batch, *certain])
