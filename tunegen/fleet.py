@@ -59,8 +59,14 @@ class Member:
     listener: Listener
     silicon: Silicon | None = None
     held: list[Problem] = field(default_factory=list)
+    hinted: Problem | None = None
+    """What it is likely given next: it may have begun to compile that. Another GPU that has nothing else gets it."""
     result: SweepResult | None = None
     failure: str = ""
+
+    def compiled(self) -> set[Problem]:
+        """The problems at 0 rows of which this process has compiled kernels, or may have begun to."""
+        return {replace(problem, rows=0) for problem in (*self.held, self.hinted) if problem is not None}
 
 
 def sweep_gpus(
@@ -142,8 +148,8 @@ def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
 
 def _next(left: Sequence[Problem], member: Member, members: Sequence[Member]) -> Problem:
     """The first problem with kernels that this process has compiled already, or that no other one has, or any."""
-    own = {replace(problem, rows=0) for problem in member.held}
-    others = {replace(problem, rows=0) for other in members if other is not member for problem in other.held}
+    own = member.compiled()
+    others = set().union(*(other.compiled() for other in members if other is not member))
 
     def rank(problem: Problem) -> tuple[bool, bool]:
         kernels = replace(problem, rows=0)
@@ -153,14 +159,17 @@ def _next(left: Sequence[Problem], member: Member, members: Sequence[Member]) ->
 
 
 def _give(member: Member, members: Sequence[Member], waiting: dict[Silicon, list[Problem]]) -> None:
+    """Send a process its next problem, None at the end, and what it would be given behind it, which stays free."""
     assert member.silicon is not None
     left = waiting[kind_of(member.silicon)]
     problem = _next(left, member, members) if left else None
+    member.hinted = None
     if problem is not None:
         left.remove(problem)
         member.held.append(problem)
+        member.hinted = _next(left, member, members) if left else None
     with contextlib.suppress(OSError):  # it has just ended; that is seen when its connection is
-        member.connection.send(problem)
+        member.connection.send((problem, member.hinted))
 
 
 def _ended(member: Member, waiting: dict[Silicon, list[Problem]]) -> None:
@@ -172,6 +181,7 @@ def _ended(member: Member, waiting: dict[Silicon, list[Problem]]) -> None:
     member.failure = member.failure or f"the process of cuda:{member.device} ended, exit code {code}"
     if member.silicon is not None:
         waiting[kind_of(member.silicon)].extend(member.held)
+        member.held, member.hinted = [], None
     member.listener.stage(f"left out: {member.failure}", 0)
 
 
@@ -196,10 +206,11 @@ def _sweep_device(connection: Connection, device: int, order: Order) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        then: dict[Problem, Problem] = {}
         with order.make_worker(device, order.seed) as worker, Store.open(order.db) as store:
             result = sweep_gpu(
                 store,
-                _given(connection, worker),
+                _given(connection, worker, then),
                 order.budget,
                 order.seed,
                 _Sender(connection),
@@ -207,6 +218,7 @@ def _sweep_device(connection: Connection, device: int, order: Order) -> None:
                 worker,
                 order.compile_one,
                 order.cores,
+                then=then,
             )
         connection.send(("result", result))
     except TunegenError as error:
@@ -215,12 +227,15 @@ def _sweep_device(connection: Connection, device: int, order: Order) -> None:
         os._exit(130)
 
 
-def _given(connection: Connection, worker: Worker) -> Iterator[Problem]:
-    """Problems for a GPU whose measuring process has come up, as long as the parent gives some."""
+def _given(connection: Connection, worker: Worker, then: dict[Problem, Problem]) -> Iterator[Problem]:
+    """Problems for a GPU whose measuring process has come up, as long as the parent gives some; what is likely behind
+    each is in `then` before it is given."""
     connection.send(("ready", worker.start().silicon))
     while True:
         connection.send(("next", None))
-        problem = connection.recv()
+        problem, hint = connection.recv()
         if problem is None:
             return
+        if hint is not None:
+            then[problem] = hint
         yield problem
