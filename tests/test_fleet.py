@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from test_pool import alive, wait_until
 from tunegen import cli_options, paths
 from tunegen.cli import main
 from tunegen.errors import WorkerError
-from tunegen.fleet import Member, _ended, _give, _given, sweep_gpus
+from tunegen.fleet import Member, _ended, _give, sweep_gpus
+from tunegen.gpu_process import given_to
 from tunegen.model import Problem
 from tunegen.progress import SweepProgress
 from tunegen.silicon import kind_of, of_arch
@@ -151,6 +153,31 @@ def test_progress_has_a_bar_for_each_gpu(capsys):
         "cuda:0: forward 4x4096: 5 candidates",
         "cuda:1: forward 1x4096: 7 candidates",
     ]
+
+
+def test_process_of_a_gpu_starts_its_own_ones_before_it_imports_torch(host):
+    """One after the other they would import it, seconds each."""
+    program = """
+import sys
+import tunegen.gpu_process
+
+class Worker:
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def launch(self): print("launched", "torch" in sys.modules, "optuna" in sys.modules)
+
+class Pool(Worker):
+    def prepare(self):
+        print("prepared", "torch" in sys.modules, "optuna" in sys.modules)
+        raise EOFError
+
+tunegen.gpu_process.CompilePool = lambda silicon, cores, compile_one: Pool()
+order = tunegen.gpu_process.Order(sys.argv[1], 1, 0, {}, 1, lambda device, seed: Worker(), None)
+tunegen.gpu_process.os._exit = sys.exit
+tunegen.gpu_process.sweep_device(None, 0, order)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(host.db)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "launched False False\nprepared False False\n"), done.stderr
 
 
 # The command
@@ -294,7 +321,7 @@ def test_what_comes_next_is_known_before_a_problem_is_given():
     answers = [(a, b), (b, None), (None, None)]
     connection = SimpleNamespace(send=lambda _: None, recv=lambda: answers.pop(0))
     worker, then = SimpleNamespace(start=lambda: SimpleNamespace(silicon=H200)), {}
-    seen = [(problem, dict(then)) for problem in _given(connection, worker, then)]
+    seen = [(problem, dict(then)) for problem in given_to(connection, worker, then)]
     assert seen == [(a, {a: b}), (b, {a: b})]
 
 

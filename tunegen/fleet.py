@@ -10,23 +10,19 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import TunegenError, WorkerError
-from .model import Problem, Silicon, Trial
-from .pool import Compile, compile_candidate, deaf_to_interrupts, follow_parent
+from .errors import WorkerError
+from .gpu_process import MakeWorker, Order, sweep_device
+from .model import Problem, Silicon
+from .pool import Compile, compile_candidate, deaf_to_interrupts
 from .silicon import kind_of
-from .store import Store
-from .sweep import Listener, SweepResult, sweep_gpu
+from .sweep import Listener, SweepResult
 from .worker import STOP_SECONDS, Worker
-
-MakeWorker = Callable[[int, int], Worker]
-"""`make(device, seed)`: the measuring process of a GPU; tests put a stand-in there."""
 
 
 class Listeners(Protocol):
@@ -34,19 +30,6 @@ class Listeners(Protocol):
 
     def of(self, name: str) -> Listener:
         """The listener of that GPU."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What every GPU's process is told. `cores` is how many it may compile on."""
-
-    db: Path
-    budget: int
-    seed: int
-    arguments: dict[str, Any]
-    cores: int
-    make_worker: MakeWorker
-    compile_one: Compile
 
 
 @dataclass
@@ -115,7 +98,7 @@ def _with_lost(
 def _start(device: int, order: Order, listeners: Listeners) -> Member:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_sweep_device, args=(theirs, device, order))
+    process = context.Process(target=sweep_device, args=(theirs, device, order))
     with deaf_to_interrupts():
         process.start()
     theirs.close()
@@ -183,59 +166,3 @@ def _ended(member: Member, waiting: dict[Silicon, list[Problem]]) -> None:
         waiting[kind_of(member.silicon)].extend(member.held)
         member.held, member.hinted = [], None
     member.listener.stage(f"left out: {member.failure}", 0)
-
-
-class _Sender:
-    """A listener that sends what it is told to the parent."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def stage(self, text: str, total: int) -> None:
-        """As in `Listener`."""
-        self.connection.send(("stage", (text, total)))
-
-    def trial(self, trial: Trial) -> None:
-        """As in `Listener`."""
-        self.connection.send(("trial", (trial,)))
-
-
-def _sweep_device(connection: Connection, device: int, order: Order) -> None:
-    """Body of the process of one GPU."""
-    follow_parent()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        then: dict[Problem, Problem] = {}
-        with order.make_worker(device, order.seed) as worker, Store.open(order.db) as store:
-            result = sweep_gpu(
-                store,
-                _given(connection, worker, then),
-                order.budget,
-                order.seed,
-                _Sender(connection),
-                order.arguments,
-                worker,
-                order.compile_one,
-                order.cores,
-                then=then,
-            )
-        connection.send(("result", result))
-    except TunegenError as error:
-        connection.send(("failure", str(error)))
-    except (KeyboardInterrupt, EOFError, ConnectionError):  # the parent says what there is to say, or is gone
-        os._exit(130)
-
-
-def _given(connection: Connection, worker: Worker, then: dict[Problem, Problem]) -> Iterator[Problem]:
-    """Problems for a GPU whose measuring process has come up, as long as the parent gives some; what is likely behind
-    each is in `then` before it is given."""
-    connection.send(("ready", worker.start().silicon))
-    while True:
-        connection.send(("next", None))
-        problem, hint = connection.recv()
-        if problem is None:
-            return
-        if hint is not None:
-            then[problem] = hint
-        yield problem

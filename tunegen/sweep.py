@@ -138,15 +138,14 @@ def sweep_gpu(
     arguments: dict[str, Any],
     worker: Worker | None = None,
     compile_one: Compile = compile_candidate,
-    cores: int | None = None,
     pool: CompilePool | None = None,
     then: Mapping[Problem, Problem] = MappingProxyType({}),
 ) -> SweepResult:
-    """Tune `problems` on the first GPU, or that of `worker`, compiling on all or on `cores` cores, or in `pool`. Where
-    they are given one by one, `then` says which is likely behind each, by the time that it is given. An interrupt loses
-    at most the trial that is running; the sweep is then stored as interrupted, as are the trials of a problem that had
-    to be left out half done."""
-    with worker or Worker(0, seed) as worker, pool or CompilePool(None, cores, compile_one) as pool:
+    """Tune `problems` on the first GPU, or that of `worker`, compiling on all cores, or in `pool`. Where they are
+    given one by one, `then` says which is likely behind each, by the time that it is given. An interrupt loses at most
+    the trial that is running; the sweep is then stored as interrupted, as are the trials of a problem that had to be
+    left out half done."""
+    with worker or Worker(0, seed) as worker, pool or CompilePool(None, None, compile_one) as pool:
         listener.stage("starting the measuring process", 0)
         worker.launch()
         pool.prepare()
