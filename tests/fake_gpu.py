@@ -204,6 +204,8 @@ class FakeGpu:
         fault = self.faults.get(config.label(), "")
         if fault == "abort":
             os._exit(9)
+        if fault == "slow":
+            time.sleep(1)
         if fault == "compiles for ever":
             time.sleep(600)
         if fault == "out of host memory":

@@ -26,8 +26,8 @@ LAYERS = {
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
     "tuning": (
-        "ahead evaluate pool child worker serving guide standing sweep gpu_process fleet sweep_target needs attempt "
-        "early"
+        "ahead evaluate processes pool child worker serving guide standing sweep gpu_process fleet sweep_target needs "
+        "attempt early"
     ),
     "telling": "report step_report progress",
     "integrations": (

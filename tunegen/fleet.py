@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from .errors import WorkerError
 from .gpu_process import MakeWorker, Order, sweep_device
 from .model import Problem, Silicon
-from .pool import Compile, compile_candidate, deaf_to_interrupts
+from .pool import Compile, compile_candidate
+from .processes import deaf_to_interrupts
 from .silicon import kind_of
 from .sweep import Listener, SweepResult
 from .worker import STOP_SECONDS, Worker

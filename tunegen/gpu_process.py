@@ -13,7 +13,8 @@ from typing import Any
 
 from .errors import TunegenError
 from .model import Problem, Trial
-from .pool import Compile, CompilePool, follow_parent, interrupts_held
+from .pool import Compile, CompilePool
+from .processes import follow_parent, interrupts_held
 from .store import Store
 from .worker import Worker
 
