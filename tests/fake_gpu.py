@@ -29,6 +29,8 @@ from tunegen.worker import Worker
 
 H200 = of_arch("sm_90")
 TORCH_US, COMPILED_US = 30.0, 25.0
+REPLAYED = 0.01
+"""Seconds that a screening says it has measured."""
 VERSIONS = {"tunegen": "0.1.0", "torch": "2.14", "triton": "3.8", "driver": "580", "gpu": "none"}
 PROBLEM = Problem("rms_norm", "forward", 4096, 1024)
 
@@ -162,7 +164,8 @@ class FakeGpu:
         if fault == "edits its template":
             template_of(config, self.package).write_text("EDITED = {{ save_rstd }}\n")
         self.note(f"screen {self.opened.label()} {config.label()}")
-        return replace(trial, digest=self.digest(config), measurement=measurement(self.time_of(config))), 1000, False
+        found = replace(trial, digest=self.digest(config), measurement=measurement(self.time_of(config)))
+        return found, 1000, False, {"measured replays": REPLAYED}
 
     def finals(self, trials: list[Trial]):
         for trial in trials:
@@ -201,6 +204,8 @@ class FakeGpu:
         fault = self.faults.get(config.label(), "")
         if fault == "abort":
             os._exit(9)
+        if fault == "slow":
+            time.sleep(1)
         if fault == "compiles for ever":
             time.sleep(600)
         if fault == "out of host memory":

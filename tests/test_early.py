@@ -14,7 +14,8 @@ from fake_gpu import H200, FakeGpu
 
 from tunegen import cli, commands, early
 from tunegen.early import Early, started_early
-from tunegen.pool import CompilePool, deaf_to_interrupts, interrupts_held
+from tunegen.pool import CompilePool
+from tunegen.processes import deaf_to_interrupts, interrupts_held
 
 
 @pytest.fixture

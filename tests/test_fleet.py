@@ -6,19 +6,22 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from fake_gpu import H200, PROBLEM, TILES, FakeGpu, make_resources
+from fake_gpu import H200, OLD, PROBLEM, TILES, FakeGpu, make_resources
 from test_pool import alive, wait_until
 
 from tunegen import cli_options, paths
 from tunegen.cli import main
 from tunegen.errors import WorkerError
-from tunegen.fleet import Member, _give, sweep_gpus
+from tunegen.fleet import Member, _ended, _give, sweep_gpus
+from tunegen.gpu_process import given_to
 from tunegen.model import Problem
 from tunegen.progress import SweepProgress
 from tunegen.silicon import kind_of, of_arch
@@ -152,6 +155,31 @@ def test_progress_has_a_bar_for_each_gpu(capsys):
     ]
 
 
+def test_process_of_a_gpu_starts_its_own_ones_before_it_imports_torch(host):
+    """One after the other they would import it, seconds each."""
+    program = """
+import sys
+import tunegen.gpu_process
+
+class Worker:
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def launch(self): print("launched", "torch" in sys.modules, "optuna" in sys.modules)
+
+class Pool(Worker):
+    def prepare(self):
+        print("prepared", "torch" in sys.modules, "optuna" in sys.modules)
+        raise EOFError
+
+tunegen.gpu_process.CompilePool = lambda silicon, cores, compile_one: Pool()
+order = tunegen.gpu_process.Order(sys.argv[1], 1, 0, {}, 1, lambda device, seed: Worker(), None)
+tunegen.gpu_process.os._exit = sys.exit
+tunegen.gpu_process.sweep_device(None, 0, order)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(host.db)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "launched False False\nprepared False False\n"), done.stderr
+
+
 # The command
 
 
@@ -239,13 +267,70 @@ def test_gpus_are_refused_where_there_is_none(tmp_path, monkeypatch, text, words
     assert not db.parent.exists()
 
 
-def test_gpu_goes_on_with_kernels_that_it_has_compiled():
+TWO_KERNELS = [Problem("rms_norm", d, 4096, rows) for d in ("forward", "backward") for rows in (1, 64, 1024)]
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """`given(problems, number, ...)`: what GPUs that ask in this order are sent; `given.members` are two of them."""
+    sent = []
+    process = SimpleNamespace(join=lambda _: None, exitcode=1)
+    connection = SimpleNamespace(send=sent.append)
+
+    def give(problems, *numbers):
+        give.waiting = {kind_of(H200): list(problems)}
+        for number in numbers:
+            _give(give.members[number], give.members, give.waiting)
+
+    give.sent = sent
+    give.members = [Member(i, process, connection, Told().of(str(i)), H200) for i in range(2)]
+    return give
+
+
+def test_gpu_goes_on_with_kernels_that_it_has_compiled(given):
     """Others would compile them again: what a config compiles to does not depend on the row count."""
-    problems = [Problem("rms_norm", d, 4096, rows) for d in ("forward", "backward") for rows in (1, 64, 1024)]
-    members = [Member(i, None, SimpleNamespace(send=lambda _: None), Told().of(str(i)), H200) for i in range(2)]
-    waiting = {kind_of(H200): list(problems)}
-    for number in (0, 1, 1, 0, 0, 0, 1):
-        _give(members[number], members, waiting)
-    forward, backward = problems[:3], problems[3:]
-    assert members[0].held == [*forward, backward[2]], "its own ones first, then what is left"
-    assert members[1].held == backward[:2]
+    given(TWO_KERNELS, 0, 1, 1, 0, 0, 0, 1)
+    forward, backward = TWO_KERNELS[:3], TWO_KERNELS[3:]
+    assert given.members[0].held == [*forward, backward[2]], "its own ones first, then what is left"
+    assert given.members[1].held == backward[:2]
+
+
+def test_gpu_is_told_what_its_compilers_may_begin_behind_each_problem(given):
+    """Which it is given, if it asks before all else is gone: nothing is kept for it."""
+    a, b, c, d = (replace(PROBLEM, hidden=hidden) for hidden in (1024, 2048, 4096, 8192))
+    given([a, b, c, d], 0, 1, 1, 1, 0)
+    first, *later = given.sent
+    assert first == (a, b)
+    assert later[0] == (c, d), "not what the other one is likely given"
+    assert later[1:] == [(d, b), (b, None), (None, None)]
+
+
+def test_gpu_that_has_ended_keeps_no_kernels_from_the_others(given):
+    """It gives its problem back; what it was likely given next is as good as any again."""
+    a, b, c = (replace(PROBLEM, hidden=hidden) for hidden in (1024, 2048, 4096))
+    given([a, b, c], 0)
+    _ended(given.members[0], given.waiting)
+    _give(given.members[1], given.members, given.waiting)
+    assert given.members[1].held == [b]
+    assert given.members[1].hinted == c
+
+
+def test_what_comes_next_is_known_before_a_problem_is_given():
+    """Else compilers would wait while the first batches are measured."""
+    a, b = PROBLEMS[:2]
+    answers = [(a, b), (b, None), (None, None)]
+    connection = SimpleNamespace(send=lambda _: None, recv=lambda: answers.pop(0))
+    worker, then = SimpleNamespace(start=lambda: SimpleNamespace(silicon=H200)), {}
+    seen = [(problem, dict(then)) for problem in given_to(connection, worker, then)]
+    assert seen == [(a, {a: b}), (b, {a: b})]
+
+
+def test_compilers_go_on_with_what_a_gpu_is_likely_given_next(host):
+    """One GPU here: with two, the problem might be given to the other one."""
+    host.sweep((0,), [PROBLEM, replace(PROBLEM, hidden=2 * PROBLEM.hidden)])
+    done = [line.split(" ", 1)[1] for line in Path(host.gpu.log).read_text().splitlines()]
+    compiled = [i for i, line in enumerate(done) if line.startswith("compile ")]
+    screened = [i for i, line in enumerate(done) if line.startswith(f"screen {PROBLEM.label()} ")]
+    kernels = len(TILES) + len(OLD)
+    assert len(compiled) == 2 * kernels
+    assert compiled[kernels] < screened[-1], "while candidates of the first problem are measured"

@@ -25,7 +25,10 @@ LAYERS = {
         "ops.rms_norm_module uncounted explanation warming"
     ),
     "judging": "ulps gate_kernels verify sensors ties bench estimate",
-    "tuning": "ahead evaluate pool child worker serving guide standing sweep fleet sweep_target needs attempt early",
+    "tuning": (
+        "ahead evaluate processes pool child worker serving guide standing sweep gpu_process fleet sweep_target needs "
+        "attempt early"
+    ),
     "telling": "report step_report progress",
     "integrations": (
         "integrations integrations.recognition integrations.architectures integrations.patch_report "

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
 from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -18,9 +22,10 @@ from fake_gpu import H200, PROBLEM, TILES, FakeGpu
 from tunegen import paths
 from tunegen.liveness import process_identity
 from tunegen.model import Config, Problem, Resources, TrialState
-from tunegen.pool import CompilePool, _is_lost, compile_candidate, import_compiler
+from tunegen.pool import CompilePool, compile_candidate, import_compiler
 
 GOOD = Resources(32, 0, 1024, "binary")
+CRASHED = (TrialState.CRASHED, "the compiler ended its process")
 
 
 @pytest.fixture
@@ -44,34 +49,73 @@ def test_compiler_that_ends_its_process_costs_one_candidate(gpu):
     gpu.faults = {TILES[3].label(): "abort"}
     with pool_of(gpu) as pool:
         found = dict(pool.compile(PROBLEM, TILES))
-    assert found.pop(TILES[3]) == (TrialState.CRASHED, "the compiler ended its process")
+    assert found.pop(TILES[3]) == CRASHED
     assert found == dict.fromkeys((c for c in TILES if c != TILES[3]), GOOD)
 
 
-def test_candidates_lost_with_the_pool_go_on_side_by_side(gpu):
-    """Not one by one in a process of its own each: among hundreds that would take minutes."""
-    gpu.faults = {TILES[3].label(): "abort"}
+def test_compiler_that_ends_its_process_takes_no_other_one_along(gpu):
+    """In an executor of the standard library it ends the pool, and all that others compile begins again."""
+    gpu.faults = {TILES[0].label(): "slow", TILES[1].label(): "abort", TILES[3].label(): "abort"}
     with pool_of(gpu) as pool:
-        list(pool.compile(PROBLEM, TILES))
-    assert len(gpu.processes()) <= 12
-    assert len(gpu.lines("compile")) <= len(TILES) + 12
+        found = dict(pool.compile(PROBLEM, TILES))
+    assert Counter(gpu.lines("compile")) == {config.label(): 1 + (config in (TILES[1], TILES[3])) for config in TILES}
+    assert len(gpu.processes()) <= 2 + 4
+    assert [found[config] == GOOD for config in TILES[:5]] == [True, False, True, False, True]
+
+
+def test_process_that_ends_while_another_one_starts_is_no_trouble(gpu, monkeypatch):
+    """Up to Python 3.11 the manager of an executor asked its processes then who is alive, met `RuntimeError: dictionary
+    changed size during iteration`, and ended."""
+    start, is_alive, ends = SpawnProcess.start, SpawnProcess.is_alive, []
+    asked, second = threading.Event(), threading.Event()
+
+    def start_slowly(process):
+        start(process)
+        ends.append(process.sentinel)
+        if len(ends) == 2:
+            wait(ends[:1])
+            asked.wait(1)
+            second.set()
+
+    def is_alive_slowly(process):
+        asked.set()
+        second.wait(1)
+        time.sleep(0.1)
+        return is_alive(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", start_slowly)
+    monkeypatch.setattr(SpawnProcess, "is_alive", is_alive_slowly)
+    gpu.faults = {TILES[0].label(): "abort"}
+    with CompilePool(H200, 2, gpu.compile, deadline=10.0) as pool:
+        found = list(pool.compile(PROBLEM, TILES[:6]))
+    assert found == [(TILES[0], CRASHED), *((config, GOOD) for config in TILES[1:6])]
 
 
 @pytest.mark.parametrize(
-    ("times", "last"), [(1, GOOD), (99, (TrialState.RUNTIME, "no process to compile in: handle is closed"))]
+    ("times", "last"), [(1, GOOD), (99, (TrialState.RUNTIME, "no process to compile in: no more processes"))]
 )
-def test_pool_that_breaks_while_it_is_asked_is_a_broken_one(gpu, monkeypatch, times, last):
-    """Its pipe is closed before it says so: that ended a sweep. Where no process can be had at all, that is told."""
-    submit, left = ProcessPoolExecutor.submit, [OSError("handle is closed")] * times
+def test_process_that_cannot_be_had_has_nothing_against_the_candidate(gpu, monkeypatch, times, last):
+    start, left = SpawnProcess.start, [OSError("no more processes")] * times
 
-    def closed(*arguments):
+    def refused(process):
         if left:
             raise left.pop()
-        return submit(*arguments)
+        start(process)
 
-    monkeypatch.setattr(ProcessPoolExecutor, "submit", closed)
+    monkeypatch.setattr(SpawnProcess, "start", refused)
     with pool_of(gpu) as pool:
         assert dict(pool.compile(PROBLEM, TILES[:2])) == dict.fromkeys(TILES[:2], last)
+
+
+def test_process_ended_from_outside_is_replaced(gpu):
+    gpu.faults = {TILES[0].label(): "compiles for ever"}
+    with pool_of(gpu) as pool:
+        pool.begin(PROBLEM, TILES[:1])
+        wait_until(lambda: os.path.exists(gpu.log) and gpu.lines("compile"))
+        (child,) = gpu.processes()
+        gpu.faults = {}
+        os.kill(child, signal.SIGKILL)
+        assert list(pool.compile(PROBLEM, TILES[:2])) == [(config, GOOD) for config in TILES[:2]]
 
 
 def test_its_end_does_not_wait_for_what_nobody_waits_for(gpu):
@@ -88,27 +132,18 @@ def test_its_end_does_not_wait_for_what_nobody_waits_for(gpu):
 
 def test_compiler_that_hangs_costs_one_candidate(gpu):
     gpu.faults = {TILES[1].label(): "compiles for ever"}
-    with pool_of(gpu) as pool:
-        outcomes = pool.compile(PROBLEM, TILES)
-        assert next(outcomes) == (TILES[0], GOOD)
-        pool.deadline = 0.7
-        assert next(outcomes) == (TILES[1], (TrialState.TIMEOUT, "did not compile within 0.7 s"))
-        pool.deadline = 60.0
-        assert list(outcomes) == [(config, GOOD) for config in TILES[2:]]
-
-
-def test_candidate_whose_submission_was_cancelled_is_one_to_try_again(gpu):
-    """It may be, as another one's pool is shut down."""
-    cancelled = Future()
-    cancelled.cancel()
-    assert pool_of(gpu)._wait(cancelled) is None
-    assert _is_lost(cancelled)
+    with CompilePool(H200, 2, gpu.compile, deadline=3.0) as pool:
+        found = dict(pool.compile(PROBLEM, TILES))
+    assert found.pop(TILES[1]) == (TrialState.TIMEOUT, "did not compile within 3 s")
+    assert found == dict.fromkeys((c for c in TILES if c != TILES[1]), GOOD)
+    assert Counter(gpu.lines("compile")) == {config.label(): 1 for config in TILES}
 
 
 def test_other_errors_are_not_taken_for_a_result(gpu):
     gpu.log = str(Path(gpu.log) / "in no folder")
-    with pool_of(gpu) as pool, pytest.raises(FileNotFoundError):
+    with pool_of(gpu) as pool, pytest.raises(FileNotFoundError) as caught:
         list(pool.compile(PROBLEM, TILES[:2]))
+    assert "in note" in str(caught.value.__cause__), "where it was raised is told"
 
 
 def test_what_is_known_is_not_compiled_again_whatever_the_rows(gpu):
@@ -220,15 +255,32 @@ def start_method(problem, config, silicon):
 
 
 def test_processes_start_before_it_is_known_what_to_compile_for(gpu, monkeypatch):
-    monkeypatch.setattr("tunegen.pool.import_compiler", os.getpid)  # quicker
+    loading = functools.partial(gpu.note, "loads")
+    monkeypatch.setattr("tunegen.pool.import_compiler", loading)  # quicker
+    before = set(multiprocessing.active_children())
     with CompilePool(None, workers=2) as pool:
         pool.prepare()
-        assert len(pool._executor._processes) == 2
+        assert len(set(multiprocessing.active_children()) - before) == 2, (
+            "before the caller goes on to import torch, say"
+        )
+        pool.prepare()
+        wait_until(lambda: os.path.exists(gpu.log) and len(gpu.lines("loads")) == 2)
+        assert len(gpu.processes()) == 2
         pool.silicon, pool.compile_one = H200, gpu.compile
         assert list(pool.compile(PROBLEM, TILES[:2])) == [(config, GOOD) for config in TILES[:2]]
+    assert len(gpu.lines("loads")) == 2
     with pool_of(gpu) as pool:
+        pool.prepare()  # a stand-in loads nothing
+    assert len(gpu.lines("loads")) == 2
+
+
+def test_its_end_does_not_wait_for_what_is_loaded_in_vain(gpu, monkeypatch):
+    """Where the GPU cannot be used, say."""
+    monkeypatch.setattr("tunegen.pool.import_compiler", functools.partial(time.sleep, 600))
+    with CompilePool(None, workers=2) as pool:
         pool.prepare()
-        assert pool._executor is None  # a stand-in loads nothing
+        began = time.monotonic()
+    assert time.monotonic() - began < 60
 
 
 def test_what_a_compilation_loads_can_be_loaded_ahead():

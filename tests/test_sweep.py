@@ -83,12 +83,12 @@ class Bench:
         self.package, self.db = make_resources(folder / "package"), folder / "tune.db"
         self.gpu = FakeGpu(str(folder / "log"))
 
-    def sweep(self, problems=(PROBLEM,), budget=200, seed=0, ends_at=None, ends_after=None):
+    def sweep(self, problems=(PROBLEM,), budget=200, seed=0, ends_at=None, ends_after=None, **options):
         self.told = Told(self.db)
         self.told.ends_at, self.told.ends_after = ends_at, ends_after
         with Store.open(self.db) as store:
             gpu = self.gpu
-            return sweep_gpu(store, problems, budget, seed, self.told, {}, gpu.worker(), gpu.compile)
+            return sweep_gpu(store, problems, budget, seed, self.told, {}, gpu.worker(), gpu.compile, **options)
 
     def rows(self, what="trials", **filters):
         with Store.read(self.db) as store:
@@ -232,7 +232,12 @@ def test_next_batch_compiles_while_this_one_is_measured(bench, monkeypatch):
 def test_sweep_says_what_its_seconds_were_spent_on(bench):
     spent = bench.sweep().seconds
     waited = {"waiting for the compiler", "compiling the plain formula"}
-    assert spent.keys() == {*waited, "starting processes", "opening problems"}  # timing is made up
+    assert spent.keys() == {
+        *waited,
+        "starting processes",
+        "opening problems",
+        "measured replays",
+    }  # the last is made up
     assert all(seconds > 0 for seconds in spent.values())
 
 
@@ -843,7 +848,8 @@ def test_compilers_work_ahead_of_the_batch_where_all_candidates_will_be_tried(be
     assert (begun[0] > len(asked[0])) is more
 
 
-def test_compilers_work_at_the_next_problem_once_this_one_has_nothing_left_for_them(bench, monkeypatch):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_compilers_work_at_the_next_problem_once_this_one_has_nothing_left_for_them(bench, monkeypatch, one_by_one):
     """But not those of a problem that has more to compile than is asked for ahead."""
     order = []
     begin, told = CompilePool.begin, Told.trial
@@ -851,12 +857,24 @@ def test_compilers_work_at_the_next_problem_once_this_one_has_nothing_left_for_t
     monkeypatch.setattr(Told, "trial", lambda self, trial: order.append(trial) or told(self, trial))
     monkeypatch.setattr("tunegen.sweep.BATCH", 4)
     other = replace(PROBLEM, hidden=2 * PROBLEM.hidden)
-    bench.sweep([PROBLEM, other])
+    if one_by_one:
+        bench.sweep(iter([PROBLEM, other]), then={PROBLEM: other})
+    else:
+        bench.sweep([PROBLEM, other])
     begun = [i for i, one in enumerate(order) if not isinstance(one, Trial) and one[0] == other and one[1]]
     screened = [i for i, one in enumerate(order) if isinstance(one, Trial) and one.stage == "screen"]
     own = [i for i in screened if order[i].problem == PROBLEM]
     assert begun[0] < own[-2], "while its last candidates are measured"
     assert any(i > own[-1] for i in begun)
+
+
+def test_trials_of_a_problem_that_only_may_come_next_stay_where_they_are(bench):
+    """Another GPU may be given it, and its sweep then goes on from them."""
+    with pytest.raises(KeyboardInterrupt):
+        bench.sweep([FEW], ends_at=("screen", FEW))
+    left = bench.rows(rows=FEW.rows)
+    bench.sweep(iter([PROBLEM]), then={PROBLEM: FEW})
+    assert bench.rows(rows=FEW.rows) == left != []
 
 
 def test_problems_that_come_one_by_one_are_not_looked_for_ahead(bench):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_gpu import DEFAULT, H200, PROBLEM, TILES, FakeGpu, make_resources, measurement, us_of
+from fake_gpu import DEFAULT, H200, OLD, PROBLEM, REPLAYED, TILES, FakeGpu, make_resources, measurement, us_of
 
 from tunegen import paths
 from tunegen.evaluate import TORCH
@@ -226,9 +226,30 @@ def test_one_gpu_is_held_against_all(small_space, gpu, tmp_path, monkeypatch):
     arguments = ["--hidden", "4096", "--rows", "1024", "--direction", "forward"]
     one = two_gpus.run(gpu.command(small_space), arguments, "0", tmp_path / "new")
     assert one["timed"] == one["trials"] >= len(TILES)
-    assert one["spent"].startswith("Spent")
+    assert one["seconds_spent"]["measured replays"] == pytest.approx(REPLAYED * (len(TILES) + len(OLD) + 1))
+    assert one["measured_share"] == pytest.approx(one["seconds_spent"]["measured replays"] / one["seconds"], abs=1e-3)
     both = {**one, "gpus": "all", "trials_per_second": 1.9 * one["trials_per_second"]}
     assert two_gpus.summary([one, both, one, both])["times"] == pytest.approx(1.9, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "sweep"),
+    [
+        ([], ["--hidden", "4096", "--hidden", "5120"]),
+        (["--hidden", "64"], ["--hidden", "64"]),
+        (["--from", "step.json"], ["--from", "step.json"]),
+    ],
+)
+def test_two_gpus_sweep_widths_or_a_recording(monkeypatch, options, sweep):
+    monkeypatch.setattr(sys, "argv", ["two_gpus.py", *options])
+    assert two_gpus.asked().sweep == sweep
+
+
+def test_two_gpus_sweep_not_both(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["two_gpus.py", "--hidden", "64", "--from", "step.json"])
+    with pytest.raises(SystemExit, match="2"):
+        two_gpus.asked()
+    assert "not allowed with argument --hidden" in capsys.readouterr().err
 
 
 def test_gpu_0_is_not_held_against_itself(monkeypatch, capsys):

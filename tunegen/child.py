@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .errors import WorkerError
 from .model import Silicon
-from .pool import follow_parent
+from .processes import follow_parent
 
 
 class Answer(NamedTuple):

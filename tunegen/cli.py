@@ -38,7 +38,7 @@ from .exchange import export_command, import_command
 from .expressions import Rule
 from .model import CASTINGS, DIRECTIONS, Problem
 from .ops import OPS
-from .pool import interrupts_held
+from .processes import interrupts_held
 from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)

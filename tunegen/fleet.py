@@ -10,23 +10,20 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import TunegenError, WorkerError
-from .model import Problem, Silicon, Trial
-from .pool import Compile, compile_candidate, deaf_to_interrupts, follow_parent
+from .errors import WorkerError
+from .gpu_process import MakeWorker, Order, sweep_device
+from .model import Problem, Silicon
+from .pool import Compile, compile_candidate
+from .processes import deaf_to_interrupts
 from .silicon import kind_of
-from .store import Store
-from .sweep import Listener, SweepResult, sweep_gpu
+from .sweep import Listener, SweepResult
 from .worker import STOP_SECONDS, Worker
-
-MakeWorker = Callable[[int, int], Worker]
-"""`make(device, seed)`: the measuring process of a GPU; tests put a stand-in there."""
 
 
 class Listeners(Protocol):
@@ -34,19 +31,6 @@ class Listeners(Protocol):
 
     def of(self, name: str) -> Listener:
         """The listener of that GPU."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What every GPU's process is told. `cores` is how many it may compile on."""
-
-    db: Path
-    budget: int
-    seed: int
-    arguments: dict[str, Any]
-    cores: int
-    make_worker: MakeWorker
-    compile_one: Compile
 
 
 @dataclass
@@ -59,8 +43,14 @@ class Member:
     listener: Listener
     silicon: Silicon | None = None
     held: list[Problem] = field(default_factory=list)
+    hinted: Problem | None = None
+    """What it is likely given next: it may have begun to compile that. Another GPU that has nothing else gets it."""
     result: SweepResult | None = None
     failure: str = ""
+
+    def compiled(self) -> set[Problem]:
+        """The problems at 0 rows of which this process has compiled kernels, or may have begun to."""
+        return {replace(problem, rows=0) for problem in (*self.held, self.hinted) if problem is not None}
 
 
 def sweep_gpus(
@@ -109,7 +99,7 @@ def _with_lost(
 def _start(device: int, order: Order, listeners: Listeners) -> Member:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_sweep_device, args=(theirs, device, order))
+    process = context.Process(target=sweep_device, args=(theirs, device, order))
     with deaf_to_interrupts():
         process.start()
     theirs.close()
@@ -142,8 +132,8 @@ def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:
 
 def _next(left: Sequence[Problem], member: Member, members: Sequence[Member]) -> Problem:
     """The first problem with kernels that this process has compiled already, or that no other one has, or any."""
-    own = {replace(problem, rows=0) for problem in member.held}
-    others = {replace(problem, rows=0) for other in members if other is not member for problem in other.held}
+    own = member.compiled()
+    others = set().union(*(other.compiled() for other in members if other is not member))
 
     def rank(problem: Problem) -> tuple[bool, bool]:
         kernels = replace(problem, rows=0)
@@ -153,14 +143,17 @@ def _next(left: Sequence[Problem], member: Member, members: Sequence[Member]) ->
 
 
 def _give(member: Member, members: Sequence[Member], waiting: dict[Silicon, list[Problem]]) -> None:
+    """Send a process its next problem, None at the end, and what it would be given behind it, which stays free."""
     assert member.silicon is not None
     left = waiting[kind_of(member.silicon)]
     problem = _next(left, member, members) if left else None
+    member.hinted = None
     if problem is not None:
         left.remove(problem)
         member.held.append(problem)
+        member.hinted = _next(left, member, members) if left else None
     with contextlib.suppress(OSError):  # it has just ended; that is seen when its connection is
-        member.connection.send(problem)
+        member.connection.send((problem, member.hinted))
 
 
 def _ended(member: Member, waiting: dict[Silicon, list[Problem]]) -> None:
@@ -172,55 +165,5 @@ def _ended(member: Member, waiting: dict[Silicon, list[Problem]]) -> None:
     member.failure = member.failure or f"the process of cuda:{member.device} ended, exit code {code}"
     if member.silicon is not None:
         waiting[kind_of(member.silicon)].extend(member.held)
+        member.held, member.hinted = [], None
     member.listener.stage(f"left out: {member.failure}", 0)
-
-
-class _Sender:
-    """A listener that sends what it is told to the parent."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def stage(self, text: str, total: int) -> None:
-        """As in `Listener`."""
-        self.connection.send(("stage", (text, total)))
-
-    def trial(self, trial: Trial) -> None:
-        """As in `Listener`."""
-        self.connection.send(("trial", (trial,)))
-
-
-def _sweep_device(connection: Connection, device: int, order: Order) -> None:
-    """Body of the process of one GPU."""
-    follow_parent()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        with order.make_worker(device, order.seed) as worker, Store.open(order.db) as store:
-            result = sweep_gpu(
-                store,
-                _given(connection, worker),
-                order.budget,
-                order.seed,
-                _Sender(connection),
-                order.arguments,
-                worker,
-                order.compile_one,
-                order.cores,
-            )
-        connection.send(("result", result))
-    except TunegenError as error:
-        connection.send(("failure", str(error)))
-    except (KeyboardInterrupt, EOFError, ConnectionError):  # the parent says what there is to say, or is gone
-        os._exit(130)
-
-
-def _given(connection: Connection, worker: Worker) -> Iterator[Problem]:
-    """Problems for a GPU whose measuring process has come up, as long as the parent gives some."""
-    connection.send(("ready", worker.start().silicon))
-    while True:
-        connection.send(("next", None))
-        problem = connection.recv()
-        if problem is None:
-            return
-        yield problem

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from .dispatch import digest_today, triton_minor
@@ -57,7 +58,7 @@ class Context:
     seed: int
     budget: int
     then: Mapping[Problem, Problem] = field(default_factory=dict)
-    """The problem behind each one, where that is known."""
+    """The problem that is likely behind each one, where that is known; it may grow."""
     _certain: dict[Problem, list[Config]] = field(default_factory=dict)
 
     def save(self, trial: Trial) -> Trial:
@@ -88,15 +89,17 @@ class Context:
 
     def _certain_of(self, problem: Problem) -> list[Config]:
         if problem not in self._certain:
-            self._certain[problem] = self.sampler(problem, self.standing(problem)).certain()
+            self._certain[problem] = self.sampler(problem, self.standing(problem, adopt=False)).certain()
         return self._certain[problem]
 
-    def standing(self, problem: Problem) -> list[Trial]:
-        """Trials of this problem in the database that stand; those of unfinished sweeps become part of this sweep."""
+    def standing(self, problem: Problem, adopt: bool = True) -> list[Trial]:
+        """Trials of this problem in the database that stand; those of unfinished sweeps become part of this sweep,
+        unless another GPU may yet be given the problem."""
         found: dict[Any, StoredTrial] = {}
         for kind in ("measured", "baseline"):
             found |= self.store.seen(self.silicon, problem, triton_minor(), PROTOCOL, kind)
-        self.store.adopt(self.sweep_id, found.values())
+        if adopt:
+            self.store.adopt(self.sweep_id, found.values())
         torch = self.versions.get("torch", "")
         return [trial for trial in found.values() if is_current(trial, self.silicon, torch)]
 
@@ -135,13 +138,14 @@ def sweep_gpu(
     arguments: dict[str, Any],
     worker: Worker | None = None,
     compile_one: Compile = compile_candidate,
-    cores: int | None = None,
     pool: CompilePool | None = None,
+    then: Mapping[Problem, Problem] = MappingProxyType({}),
 ) -> SweepResult:
-    """Tune `problems` on the first GPU, or that of `worker`, compiling on all or on `cores` cores, or in `pool`. An
-    interrupt loses at most the trial that is running; the sweep is then stored as interrupted, as are the trials of a
-    problem that had to be left out half done."""
-    with worker or Worker(0, seed) as worker, pool or CompilePool(None, cores, compile_one) as pool:
+    """Tune `problems` on the first GPU, or that of `worker`, compiling on all cores, or in `pool`. Where they are
+    given one by one, `then` says which is likely behind each, by the time that it is given. An interrupt loses at most
+    the trial that is running; the sweep is then stored as interrupted, as are the trials of a problem that had to be
+    left out half done."""
+    with worker or Worker(0, seed) as worker, pool or CompilePool(None, None, compile_one) as pool:
         listener.stage("starting the measuring process", 0)
         worker.launch()
         pool.prepare()
@@ -152,7 +156,7 @@ def sweep_gpu(
         taken: list[Problem] = []
         left_out: dict[Problem, str] = {}
         with sweep_row(store, silicon, arguments, versions, seed) as sweep_id:
-            then = dict(pairwise(problems)) if isinstance(problems, Sequence) else {}  # else they are given one by one
+            then = dict(pairwise(problems)) if isinstance(problems, Sequence) else then
             context = Context(store, sweep_id, silicon, facts.versions, pool, listener, seed, budget, then)
             shortlists = per_problem(noted(problems, taken), listener, lambda p: search(context, worker, p), left_out)
             worker.stop(STOP_SECONDS)

@@ -13,7 +13,7 @@ from typing import Any
 from .child import Answer, Facts, following, serve, serve_later
 from .errors import WorkerError
 from .model import Config, Problem, Resources, Trial, TrialState
-from .pool import deaf_to_interrupts
+from .processes import deaf_to_interrupts
 from .spending import Spent
 
 START_SECONDS = 180.0

@@ -19,7 +19,7 @@ from tunegen.bench import FINAL_BLOCKS, WARM_UP_SECONDS, Bench, Timed
 from tunegen.compile import first_line
 from tunegen.model import Problem
 from tunegen.ops import op_spec
-from tunegen.pool import follow_parent
+from tunegen.processes import follow_parent
 from tunegen.verify import Gate, Runner, Verdict
 
 from .calls import Form, calls_of, with_own

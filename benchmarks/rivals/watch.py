@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from tunegen.pool import deaf_to_interrupts
+from tunegen.processes import deaf_to_interrupts
 
 from .cells import Cell
 from .players import Player
