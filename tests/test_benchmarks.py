@@ -72,6 +72,7 @@ ON_A_GPU = {
     "qwen3_step.py": "measure --out new.json",
     "repeat.py": "",
     "two_gpus.py": "",
+    "walks.py": "--out new.json",
 }
 
 
@@ -91,3 +92,16 @@ def test_without_a_gpu_a_script_ends_with_one_sentence(name, tmp_path):
     assert (done.returncode, done.stdout, done.stderr.splitlines()[-1:]) == (2, "", [told]), done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.interpreter
+def test_additions_that_are_held_against_each_other_add_the_same():
+    import torch
+    import walks
+
+    x, y = torch.arange(4096.0), torch.full((4096,), 0.5)
+    once, walked = torch.zeros(2, 4096)
+    walks.add_blocks[(4,)](x, y, once, 1024)
+    walks.add_walking[(3,)](x, y, walked, 4, 1024, 3)
+    assert once.equal(x + y)
+    assert walked.equal(once)
