@@ -87,6 +87,7 @@ def asked() -> argparse.Namespace:
     what.add_argument("--from", dest="recording", metavar="FILE", help="a recording, as in `tunegen sweep --from`")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--gpus", type=others, default="all", help="what is held against GPU 0")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new one, to leave each run's database in")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     widths = [part for width in options.hidden for part in ("--hidden", width)]
@@ -102,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         for turn in range(options.turns):
             for gpus in ("0", options.gpus):
-                runs.append(run(COMMAND, options.sweep, gpus, Path(place, f"{turn}-{gpus}")))
+                runs.append(run(COMMAND, options.sweep, gpus, (options.keep or Path(place)) / f"{turn}-{gpus}"))
                 print(runs[-1])
     found = summary(runs)
     write(options.out, record({"summary": found, "runs": runs}))
