@@ -124,7 +124,6 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     if is_capturing():
         raise CapturedError(f"{launch.kernel.__name__} was not loaded before the capture of a CUDA graph")
     import triton
-    from triton.compiler import ASTSource
 
     kernel = launch.kernel
     fixed = {name: classes[name].value for name in kernel.arg_names if classes[name].type == "constexpr"}
@@ -133,7 +132,7 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     options = launch_options(launch, config)
     try:
         with known_key():
-            return triton.compile(ASTSource(kernel, signature, fixed, attributes), target=target, options=options)
+            return triton.compile(_source_class(kernel)(kernel, signature, fixed, attributes), target=target, options=options)
     except OSError as error:
         cache = triton.knobs.cache.dir  # a disk that is full has no file name in its error
         raise BuildError(
@@ -143,6 +142,17 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
         raise
     except Exception as error:  # Triton raises a dozen types here, RuntimeError and AssertionError among them
         raise CompileError(f"{kernel.__name__}: {first_line(error)}") from error
+
+
+def _source_class(kernel: Any) -> Any:
+    """What Triton compiles a kernel from: kernels in Gluon say that they are."""
+    from triton.compiler import ASTSource
+
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def is_capturing() -> bool:
