@@ -96,7 +96,8 @@ class _Kernel:
 
 
 def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on programs of kernels with volatile loads take turns in the interpreter."""
+    """From now on programs of kernels with volatile loads take turns in the interpreter, and those with shared memory
+    are threads too, by which `gluon_interpreted` tells them apart."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -104,7 +105,7 @@ def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def started(executor: Any, function: Any, *args: Any, **named: Any) -> None:
         start(executor, function, *args, **named)
-        if "volatile=True" in inspect.getsource(function):
+        if "volatile=True" in (source := inspect.getsource(function)) or "allocate_shared_memory" in source:
             executor.fn = _Kernel(function, builder)
 
     def loaded(self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, is_volatile: bool) -> Any:
