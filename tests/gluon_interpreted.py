@@ -1,4 +1,4 @@
-"""Gluon in Triton's interpreter, which does not know it: what its kernels use, on top of what `triton.language` does there.
+"""Gluon in Triton's interpreter, which does not know it: what kernels use, on top of what `triton.language` does there.
 
 Shared memory is as late as a GPU's may be: a tile is NaN until something is put there, and from the moment that a copy
 to it begins until a `wait_group` waits for the group of that copy. Layouts say nothing about values, and are dropped.
