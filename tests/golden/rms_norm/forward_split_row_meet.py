@@ -46,6 +46,7 @@ def forward_split_row_meet(
     WORDS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):
     gl.static_assert(SPLITS * BLOCK_SIZE >= N, "the parts together are narrower than the row")
     gl.static_assert(WORDS >= SPLITS, "fewer words than parts")
@@ -68,7 +69,7 @@ def forward_split_row_meet(
         later = group + step * groups
         rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
         mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
-        fetch(x_ring.index(step), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, N % WIDE == 0)
+        fetch(x_ring.index(step), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
         async_copy.commit_group()
 
     # A row's sum is published one step before the row is finished: the first step finishes none.
@@ -90,7 +91,7 @@ def forward_split_row_meet(
         later = row + (STAGES - 1) * groups
         rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
         mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
-        fetch(x_ring.index((slot + STAGES - 2) % STAGES), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, N % WIDE == 0)
+        fetch(x_ring.index((slot + STAGES - 2) % STAGES), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
         async_copy.commit_group()
 
         if row >= 0:
