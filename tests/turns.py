@@ -108,10 +108,11 @@ def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         if "volatile=True" in (source := inspect.getsource(function)) or "allocate_shared_memory" in source:
             executor.fn = _Kernel(function, builder)
 
-    def loaded(self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, is_volatile: bool) -> Any:
+    def loaded(self: Any, *given: Any) -> Any:
+        *_, is_volatile = given  # what is ahead of it differs among releases
         if is_volatile and self.turns is not None:
             self.turns.swap()
-        return load(self, ptrs, mask, other, cache, eviction, is_volatile)
+        return load(self, *given)
 
     monkeypatch.setattr(builder, "turns", None, raising=False)
     monkeypatch.setattr(type(builder), "create_masked_load", loaded)
