@@ -1,7 +1,7 @@
 """Marks that say what a test needs, and folders of the session's own.
 
 Triton reads TRITON_INTERPRET once, when it is imported, and cannot compile afterwards: so the interpreter's tests and
-the compiler's run in two processes, and nothing here imports triton.
+the compiler's run in two processes, and nothing here imports triton unless it is to interpret.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TUNEGEN_DB"] = os.path.join(config.stash[FOLDERS], "tune.db")
     # Where a script starts the tests in the background, they and all their children would ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if paths.interpreted():  # before any kernel in Gluon is imported
+        import gluon_interpreted
+
+        gluon_interpreted.install()
 
 
 @pytest.fixture(autouse=True)

@@ -93,11 +93,18 @@ def moderate(problem: Problem, template: str, silicon: Silicon) -> list[Config]:
 
 
 def carried(config: Config, template: str, problem: Problem, silicon: Silicon) -> Config:
-    """`config` at the problem's width: what the space computes (BLOCK_SIZE) computed anew, its limits set aside."""
+    """`config` at the problem's width: what the space computes (BLOCK_SIZE) computed anew, its limits set aside; where
+    it computes SPLITS instead, blocks are as much narrower as the row is."""
     scope = names_of(problem, silicon)
     parameters = {}
     for name, domain in family_of(template).parameters.items():
-        parameters[name] = scope[name] = domain.value(scope) if isinstance(domain, Rule) else config[name]
+        if isinstance(domain, Rule):
+            value = domain.value(scope)
+        elif name == "BLOCK_SIZE":
+            value = 1 << (-(-problem.hidden // config.numbers["SPLITS"]) - 1).bit_length()
+        else:
+            value = config[name]
+        parameters[name] = scope[name] = value
     return Config.of(config.family, parameters)
 
 

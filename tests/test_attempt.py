@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -117,12 +118,24 @@ def test_every_template_asks_for_what_its_family_has(tmp_path):
     """Read from the text alone, as of a file that nobody knows."""
     for (direction, name), family in SPACE.members.items():
         problem = BACKWARD if direction == "backward" else FORWARD
+        if name == "split_row_meet":
+            problem = dataclasses.replace(problem, hidden=32768)
         if (whole := next(iter(SPACE.candidates(problem, H200, name)), None)) is None:
             continue
         path = copy_of(tmp_path, f"{direction}_{name}")
         wanted = {key: value for key, value in whole.parameters if key not in ("num_warps", "num_ctas")}
         free = {key: value for key, value in wanted.items() if not isinstance(family.parameters[key], Rule)}
         assert config_of(problem, path, free, H200) == Config.of(path, wanted), name
+
+
+def test_a_file_named_after_a_family_is_asked_for_what_that_one_lists(tmp_path):
+    """SPLITS follows from BLOCK_SIZE there, in other families it is the reverse."""
+    problem = dataclasses.replace(FORWARD, hidden=32768)
+    path = copy_of(tmp_path, "forward_split_row_meet")
+    with pytest.raises(TunegenError, match=r"needs BLOCK_SIZE, PROGRAMS_PER_SM, STAGES too: give values, such as"):
+        config_of(problem, path, {}, H200)
+    given = {"BLOCK_SIZE": 1024, "PROGRAMS_PER_SM": 8, "STAGES": 3}
+    assert config_of(problem, path, given, H200)["SPLITS"] == 32
 
 
 @pytest.mark.parametrize(

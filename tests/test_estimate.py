@@ -137,6 +137,44 @@ def test_ranks_of_what_an_h200_measured(blind):
     assert statistics.mean(row["top"] for row in rows) >= 0.75
 
 
+RING = {"BLOCK_SIZE": 2048, "STAGES": 4, "PROGRAMS_PER_SM": 6, "num_warps": 2}
+WIDE = Problem("rms_norm", "backward", 65536, 1024, weight_grad=True)
+
+
+def ring(resources, silicon=H200, **changed):
+    """Microseconds of a backward whose programs share rows; resources are guessed where none are given."""
+    numbers = {**RING, **changed}
+    splits = -(-WIDE.hidden // numbers["BLOCK_SIZE"])
+    config = Config.of("split_row_meet", {**numbers, "SPLITS": splits, "RSTD": "saved"})
+    programs = numbers["PROGRAMS_PER_SM"] * silicon.sms // splits * splits
+    plan = Plan((Launch("main", (programs,), together=numbers["PROGRAMS_PER_SM"]),))
+    return estimate_us(SPEC, WIDE, config, plan, resources, silicon)
+
+
+def test_a_ring_takes_all_its_tiles_of_shared_memory():
+    """Compiled for sm_90: 32776 bytes, and 167 registers of the 168 that six programs of two warps leave each."""
+    config = Config.of("split_row_meet", {**RING, "SPLITS": 32})
+    guessed = guess_resources(SPEC, WIDE, config, together=6)
+    assert (guessed.registers, guessed.shared_bytes) == (168, 32768)
+    assert resident_programs(guessed, config, H200) == 6
+
+
+def test_programs_that_wait_run_at_the_same_time_whatever_is_guessed():
+    compiled = Resources(167, 0, 32776)
+    assert ring(None) == pytest.approx(ring(compiled))
+    assert ring(Resources(255, 0, 100_000)) == pytest.approx(ring(compiled))
+    one_wave = ring(compiled)
+    memory = SPEC.bytes_moved(WIDE) / estimate.bandwidth(H200) * 1e6
+    assert memory < one_wave < 1.25 * memory
+
+
+def test_a_ring_has_two_tiles_less_under_way_than_it_holds():
+    """With three, one: as a loop that prefetches one."""
+    few = {"PROGRAMS_PER_SM": 1, "BLOCK_SIZE": 2048}
+    assert ring(None, STAGES=6, **few) < ring(None, STAGES=4, **few) < ring(None, STAGES=3, **few)
+    assert ring(None, STAGES=3, **few) > 1.5 * ring(None, STAGES=4, **few)
+
+
 def test_ranks_need_the_latency(monkeypatch):
     """The figures can tell a model from none: without latency and starts they fall below the bar."""
     for name in ("BUSY", "LATENCY", "START", "THREAD_ELEMENT", "REDUCTION", "REDUCTION_WARP", "SUM", "FOLD"):

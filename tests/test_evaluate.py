@@ -12,8 +12,7 @@ from fake_gpu import DEFAULT, H200, PROBLEM, make_resources, measurement, templa
 
 from tunegen import evaluate, paths, render, serving
 from tunegen.bench import FINAL_ROUNDS, WARM_UP_SECONDS, Screened
-from tunegen.compile import first_line
-from tunegen.errors import CompileError
+from tunegen.errors import CompileError, first_line
 from tunegen.evaluate import COMPILED, Session
 from tunegen.model import Config, Launch, Plan, Resources, Trial, TrialState
 from tunegen.ops import op_spec

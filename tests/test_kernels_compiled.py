@@ -15,6 +15,9 @@ import torch
 from kernel_cases import TEMPLATES, family_of, moderate, nests, problems
 
 from tunegen.compile import (
+    ALIGNED,
+    ArgumentClass,
+    aligned,
     compile_candidate,
     compile_launch,
     expected_classes,
@@ -36,7 +39,7 @@ pytestmark = pytest.mark.compiler
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 OTHER_TRITONS = [folder for folder in os.environ.get("TUNEGEN_TEST_TRITONS", "").split(":") if folder]
 
-SHAPES = ((16384, 4096), (64, 16384), (4096, 16384))
+SHAPES = ((16384, 4096), (64, 16384), (4096, 16384), (4096, 32768))
 """The first one that the family is meant for."""
 
 
@@ -189,12 +192,35 @@ def test_no_barrier_where_each_warp_waits_by_itself(template: str) -> None:
         plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
         classes = expected_classes(op_spec(problem.op), problem, config, plan, plan.launches[0])
         ptx = compile_launch(plan.launches[0], config, classes, target).asm["ptx"]
-        waits = [loop for loop in loops(ptx) if "ld.volatile" in loop]
-        inner = min(waits, key=len)
-        assert len(waits) == 2, "the wait, and the loop over tiles around it"
+        inner, *around = sorted([loop for loop in loops(ptx) if "ld.volatile" in loop], key=len)
+        assert around, "the wait, and the loop over rows around it"
+        assert inner.count("ld.volatile") == 1
         assert "bar.sync" not in inner
         assert "barrier" not in inner
-        assert "bar.sync" in max(waits, key=len)
+        assert "shared" not in inner
+        assert config.num_warps == 1 or all("bar.sync" in loop for loop in around)
+
+
+@pytest.mark.parametrize("odd", ["x_ptr", "x_row_stride"])
+@pytest.mark.parametrize("template", WAITS)
+def test_rows_that_begin_anywhere_are_not_copied_into_shared_memory(template: str, odd: str) -> None:
+    """A copy moves 4 bytes at least: of rows that begin at any multiple of 2, it does not compile."""
+    from triton.backends.compiler import GPUTarget
+
+    silicon = of_arch("sm_90")
+    problem = first_problem(template, silicon)
+    (config, *_) = moderate(problem, template, silicon)
+    plan = make_plan(
+        load(renderings(problem, config, op_spec(problem.op))[0]), config, problem.hidden, problem.rows, silicon.sms
+    )
+    classes = expected_classes(op_spec(problem.op), problem, config, plan, plan.launches[0])
+    assert aligned(classes)
+    unaligned = {**classes, odd: ArgumentClass("*bf16" if odd == "x_ptr" else "i64")}
+    assert not aligned(unaligned)
+    for found, copied in ((classes, True), ({**unaligned, ALIGNED: ArgumentClass("constexpr", value=False)}, False)):
+        ptx = compile_launch(plan.launches[0], config, found, GPUTarget("cuda", silicon.capability, 32)).asm["ptx"]
+        assert ("cp.async.cg.shared.global" in ptx) == copied, "16 bytes at a time"
+        assert "cp.async.ca" not in ptx
 
 
 def loops(ptx: str) -> list[str]:

@@ -45,7 +45,7 @@ GPU = torch.device("cuda", 0)
 # Outputs that are as precise as the arithmetic: sums in another order differ by a few ulp.
 ALLOWANCE = {"fp32": 8.0, "fp64": 64.0}
 
-HOMES = ((37, 5120), (2500, 5120), (2500, 20480))
+HOMES = ((37, 5120), (2500, 5120), (2500, 20480), (2500, 40960))
 """Shapes for all families: configs for other shapes are carried over from the first that a family is meant for."""
 
 DTYPE_PAIRS = [

@@ -173,16 +173,23 @@ def outputs_of(variant, problem, given):
 # A missing mask, or one that leaves open what is read behind it.
 
 
+LOADS = ("tl.load", "gl.load")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_trap_missing_mask_with_other_0(template):
-    """Every load has a mask and `other=0.0`; without, a GPU may read anything there, and the interpreter hides it."""
+    """Every load has a mask and zeros for the rest; without, a GPU may read anything there, and the interpreter hides
+    it. A copy into shared memory has a mask, and fills the rest with zeros itself."""
     tree = ast.parse(rendered(template).text)
-    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"]
+    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in LOADS]
     assert loads
     for load in loads:
         keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in load.keywords}
         assert "mask" in keywords, ast.unparse(load)
-        assert keywords.get("other") == "0.0", ast.unparse(load)
+        assert keywords.get("other") == ("0" if "words" in ast.unparse(load) else "0.0"), ast.unparse(load)
+    copies = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "copy_to" in ast.unparse(node.func)]
+    assert all(ast.unparse(copy.args[2]) == "mask" for copy in copies)
+    assert bool(copies) == template.endswith("_meet")
 
 
 # A stale compile cache.

@@ -96,7 +96,8 @@ class _Kernel:
 
 
 def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on programs of kernels with volatile loads take turns in the interpreter."""
+    """From now on programs of kernels with volatile loads take turns in the interpreter, and those with shared memory
+    are threads too, by which `gluon_interpreted` tells them apart."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -104,13 +105,14 @@ def take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def started(executor: Any, function: Any, *args: Any, **named: Any) -> None:
         start(executor, function, *args, **named)
-        if "volatile=True" in inspect.getsource(function):
+        if "volatile=True" in (source := inspect.getsource(function)) or "allocate_shared_memory" in source:
             executor.fn = _Kernel(function, builder)
 
-    def loaded(self: Any, ptrs: Any, mask: Any, other: Any, cache: Any, eviction: Any, is_volatile: bool) -> Any:
+    def loaded(self: Any, *given: Any) -> Any:
+        *_, is_volatile = given  # what is ahead of it differs among releases
         if is_volatile and self.turns is not None:
             self.turns.swap()
-        return load(self, ptrs, mask, other, cache, eviction, is_volatile)
+        return load(self, *given)
 
     monkeypatch.setattr(builder, "turns", None, raising=False)
     monkeypatch.setattr(type(builder), "create_masked_load", loaded)

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from .errors import WorkerError
+from .errors import WorkerError, first_line
 from .model import Silicon
 from .processes import follow_parent
 
@@ -55,7 +55,6 @@ def serve_later(connection: Connection, device: int, seed: int) -> None:
 
 def serve(connection: Connection, device: int, seed: int, spare: bool = False) -> None:
     """Body of the child: answer requests until the parent goes away. What it raises itself is sent as a WorkerError."""
-    from .compile import first_line
     from .serving import Server
 
     try:

@@ -15,18 +15,18 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from .errors import BuildError, CapturedError, CompileError
+from .errors import BuildError, CapturedError, CompileError, first_line
 from .layouts import like_heads
 from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
 from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
 from .toolchain import known_key
 
+ALIGNED = "ALIGNED"
+"""The parameter of kernels that copy into shared memory: whether all that `aligned` asks of their arguments is so."""
+
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
-
-CUDA_ADVICE = ("Search for `cuda", "CUDA kernel errors might", "For debugging consider", "Compile with `TORCH_USE_CUDA")
-"""What torch says behind every error of CUDA."""
 
 
 class ArgumentClass(NamedTuple):
@@ -103,6 +103,13 @@ def integer_class(name: str, value: int, hidden: int) -> ArgumentClass:
     return ArgumentClass("i32" if value < 2**31 else "i64")
 
 
+def aligned(classes: Mapping[str, ArgumentClass]) -> bool:
+    """Whether a compiler knows of all tensors that they begin at multiples of 16 bytes, and of their rows that they lie
+    multiples of 16 elements apart, or N: such are copied 16 bytes at a time."""
+    asked = [found for name, found in classes.items() if name.endswith(("_ptr", "_row_stride"))]
+    return all(found.divisible or found.type == "constexpr" for found in asked)
+
+
 def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
     """What Triton compiles a kernel with, beside its arguments."""
     warps = launch.num_warps or config.num_warps
@@ -132,7 +139,8 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     options = launch_options(launch, config)
     try:
         with known_key():
-            return triton.compile(_source_class(kernel)(kernel, signature, fixed, attributes), target=target, options=options)
+            text = _source_class(kernel)(kernel, signature, fixed, attributes)
+            return triton.compile(text, target=target, options=options)
     except OSError as error:
         cache = triton.knobs.cache.dir  # a disk that is full has no file name in its error
         raise BuildError(
@@ -181,29 +189,6 @@ def load_binary(compiled: Any) -> None:
         compiled.run  # noqa: B018 - the property loads
     except OutOfResources as error:
         raise CompileError(f"{compiled.name}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The most telling single line of an error, with its type."""
-    lines, place = _lines(error), ""
-    if "^" in lines:  # Triton shows the kernel's source up to where it fails, which may mention errors itself
-        caret = len(lines) - 1 - lines[::-1].index("^")
-        place = f", at `{lines[caret - 1][:120]}`"
-        lines = lines[caret + 1 :] or _lines(_root(error))
-    telling = [line for line in lines if "rror" in line or "assert" in line]
-    return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}{place}"
-
-
-def _root(error: BaseException) -> BaseException:
-    """What began it: where Triton says nothing behind the source, that has the message."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _lines(error: BaseException) -> list[str]:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return [line for line in lines if not line.startswith(CUDA_ADVICE)] or lines
 
 
 def compile_candidate(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Resources:
@@ -264,7 +249,7 @@ def expected_classes(
     classes = {f"{n}_ptr": ArgumentClass(f"*{t.dtype}", True) for n, t in spec.tensors(problem).items()}
     classes |= {f"{n}_ptr": ArgumentClass(f"*{s.dtype}", True) for n, s in plan.scratch.items()}
     fixed = constexprs(launch.kernel)
-    scalars = spec.scalars(problem)
+    scalars = {**spec.scalars(problem), ALIGNED: True}
     for name in nested:
         scalars |= like_heads(problem.hidden).arguments(name)
     for name, value in {**spec.constants(problem), **config.numbers, **scalars, **launch.values}.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+CUDA_ADVICE = ("Search for `cuda", "CUDA kernel errors might", "For debugging consider", "Compile with `TORCH_USE_CUDA")
+"""What torch says behind every error of CUDA."""
+
 
 def installs(extra: str) -> str:
     """The command that installs an extra, for a message: of a checkout, as tunegen is in no package index."""
@@ -70,3 +73,26 @@ class ExtraMissingError(TunegenError):
 
 class GateError(TunegenError):
     """The folder of `tunegen gate --out`, or a file in it, cannot be written: seen before the gates run, or after."""
+
+
+def first_line(error: BaseException) -> str:
+    """The most telling single line of an error, with its type."""
+    lines, place = _lines(error), ""
+    if "^" in lines:  # Triton shows the kernel's source up to where it fails, which may mention errors itself
+        caret = len(lines) - 1 - lines[::-1].index("^")
+        place = f", at `{lines[caret - 1][:120]}`"
+        lines = lines[caret + 1 :] or _lines(_root(error))
+    telling = [line for line in lines if "rror" in line or "assert" in line]
+    return f"{type(error).__name__}: {(telling or lines or [''])[-1][:300]}{place}"
+
+
+def _root(error: BaseException) -> BaseException:
+    """What began it: where Triton says nothing behind the source, that has the message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _lines(error: BaseException) -> list[str]:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return [line for line in lines if not line.startswith(CUDA_ADVICE)] or lines

@@ -73,6 +73,8 @@ class Pass(NamedTuple):
     moved: float
     reads: int
     writes: int
+    together: int | None = None
+    """Programs that a multiprocessor runs at the same time for sure: they wait for each other."""
 
     @property
     def tile_elements(self) -> int:
@@ -102,17 +104,18 @@ def tile_of(problem: Problem, config: Config, programs: int) -> Tile:
     return Tile(rows, columns, math.ceil(problem.rows / rows) * math.ceil(problem.hidden / columns))
 
 
-def guess_resources(spec: OpSpec, problem: Problem, config: Config) -> Resources:
+def guess_resources(spec: OpSpec, problem: Problem, config: Config, together: int | None = None) -> Resources:
     """What the compiler might spend, before it is asked: a thread holds its elements of every input, a product of each
-    further one, and the weight and its gradient by columns; a loop with STAGES keeps tiles in shared memory."""
+    further one, and the weight and its gradient by columns; a loop with STAGES keeps tiles in shared memory. With
+    `together`, as many programs share the registers, and the tile that is worked on lies in shared memory too."""
     tile = tile_of(problem, config, 1)
     threads = 32 * config.num_warps
     reads, _ = streams(spec, problem)
     by_column = (problem.weight_dtype is not None) + problem.weight_grad
     held = tile.rows * tile.columns * (2 * reads - 1) + tile.columns * by_column
-    most = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // threads)
-    ahead = max(config.numbers.get("STAGES", 1) - 1, 0)
-    shared = ahead * reads * tile.rows * tile.columns * DTYPE_BYTES[problem.x_dtype]
+    most = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (threads * (together or 1)) // 8 * 8)
+    kept = max(config.numbers.get("STAGES", 1) - (together is None), 0)
+    shared = kept * reads * tile.rows * tile.columns * DTYPE_BYTES[problem.x_dtype]
     return Resources(min(16 + held // threads, most), 0, shared)
 
 
@@ -145,7 +148,7 @@ def processing(over: Pass, elements: int) -> float:
 def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
     """Nanoseconds of a pass, without its launch."""
     each, element = math.ceil(over.programs / silicon.sms), DTYPE_BYTES[over.problem.x_dtype]
-    beside = min(resident_programs(resources, over.config, silicon), each)
+    beside = each if over.together else min(resident_programs(resources, over.config, silicon), each)
     walked = math.ceil(over.tile.total / over.programs)
     process = processing(over, over.tile_elements)
     issue = over.tile_elements * (over.reads + over.writes) * ISSUE + folding(over)
@@ -156,7 +159,8 @@ def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
         first = LATENCY + again + 2 * walked * ROUND + processing(over, 2 * row)
         issue *= 2 * row / over.tile_elements
         walked = 1
-    ahead = max(over.config.numbers.get("STAGES", 1) - 1, 0) if walked > 1 else 0
+    worked_on = 2 if over.together else 1  # a row's sum is handed over one step before the row is finished
+    ahead = max(over.config.numbers.get("STAGES", 1) - worked_on, 0) if walked > 1 else 0
     step = max(process, (BUSY - LATENCY + first) / max(ahead, 1))
     fills = math.ceil(each / beside) if ahead else 1
     under_way = beside * max(ahead, 1) * over.reads * over.tile_elements * element
@@ -191,10 +195,10 @@ def estimate_us(
     spec: OpSpec, problem: Problem, config: Config, plan: Plan, resources: Resources | None, silicon: Silicon
 ) -> float:
     """Microseconds a call by the model above; without `resources`, by a guess of them."""
-    resources = resources or guess_resources(spec, problem, config)
     reads, writes = streams(spec, problem)
     scratch = plan.scratch_bytes()
     over_rows = [launch for launch in plan.launches if launch.num_warps is None] or [plan.launches[0]]
+    resources = resources or guess_resources(spec, problem, config, over_rows[-1].together)
     total = LAUNCH * len(plan.launches)
     for launch in plan.launches:
         programs = math.prod(launch.grid) * (config.num_ctas if launch in over_rows else 1)
@@ -202,7 +206,7 @@ def estimate_us(
             last = launch is over_rows[-1]  # of several, only this one writes
             moved = spec.bytes_moved(problem) * (1.0 if last else reads / (reads + writes)) + scratch
             tile = tile_of(problem, config, programs)
-            over = Pass(problem, config, tile, programs, moved, reads, writes if last else 0)
+            over = Pass(problem, config, tile, programs, moved, reads, writes if last else 0, launch.together)
             if all(map(config.numbers.get, ("COLS", "DEPTH"))):  # dw in programs of its own, at the same time
                 over = over._replace(programs=tile.total)
                 total += math.hypot(kernel_ns(over, resources, silicon), columns_ns(over, silicon))

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from .ahead import compiling_here
 from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds
-from .compile import first_line
 from .dispatch import LOG, ROWS_REACH
-from .errors import CompileError
+from .errors import CompileError, first_line
 from .launch import Variant
 from .model import TORCH_FAMILY, Config, KernelSource, Measurement, Plan, Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec

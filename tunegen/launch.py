@@ -15,17 +15,18 @@ from torch import Tensor
 
 from . import paths
 from .compile import (
+    ALIGNED,
     ArgumentClass,
+    aligned,
     compile_launch,
     constexprs,
-    first_line,
     integer_class,
     launch_options,
     load,
     load_binary,
     make_plan,
 )
-from .errors import CompileError
+from .errors import CompileError, first_line
 from .model import Config, KernelSource, Launch, Plan, Scratch
 from .once import first
 from .reference import DTYPE_NAMES, DTYPES
@@ -175,7 +176,8 @@ class Variant:
         return make(scratch.shape, dtype=DTYPES[scratch.dtype], device=self.device)
 
     def _launch_officially(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
-        values = {**bound, **launch.values, **{n: v for n, v in self.constants.items() if n not in launch.values}}
+        constants = {**self.constants, **self._aligned(bound)}
+        values = {**bound, **launch.values, **{n: v for n, v in constants.items() if n not in launch.values}}
         try:
             named = {name: values[name] for name in launch.kernel.arg_names}
         except (AttributeError, KeyError) as error:
@@ -202,11 +204,16 @@ class Variant:
         values = {**self.constants, **bound, **launch.values}
         try:
             fixed = _fixed_names(kernel)
+            if ALIGNED in fixed:
+                values |= self._aligned(bound)
             arguments = {name: values[name] for name in kernel.arg_names}
             classes = tuple([self._classify(name, value, name in fixed) for name, value in arguments.items()])
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
         return Standing((kernel.__name__, launch.num_warps, classes), arguments)
+
+    def _aligned(self, bound: Mapping[str, Argument | ArgumentClass]) -> dict[str, bool]:
+        return {ALIGNED: aligned({name: self._classify(name, value, False) for name, value in bound.items()})}
 
     def _unbound(self, launch: Launch, error: Exception) -> CompileError:
         """For a template whose launch is of no kernel, or of one with a parameter that nobody gives."""

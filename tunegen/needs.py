@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .compile import ALIGNED
 from .errors import RenderError, TunegenError
 from .expressions import Rule
 from .model import Config, Problem, Silicon, Value
@@ -32,7 +33,7 @@ def completed(problem: Problem, path: Path, given: Mapping[str, Value], silicon:
     for name in Config.of(str(path), given).numbers:
         if not re.search(rf"\b{re.escape(name)}\b", text):
             raise TunegenError(f"{path.name} does not use {name}; give only what its kernel or its plan names")
-    filling.fill(_numbers(text) - op_spec(problem.op).constants(problem).keys())
+    filling.fill(_numbers(text) - op_spec(problem.op).constants(problem).keys() - {ALIGNED})
     if filling.missing:
         example = " ".join(f"{name}={value}" for name, value in filling.missing.items())
         raise TunegenError(f"{path.name} needs {', '.join(filling.missing)} too: give values, such as {example}")
@@ -41,8 +42,8 @@ def completed(problem: Problem, path: Path, given: Mapping[str, Value], silicon:
 
 @dataclass
 class _Filling:
-    """`values` are given or computed, by `domains` (of each family) and the `names` of the problem; of what is
-    `missing`, an example."""
+    """`values` are given or computed, by `domains` (of each family, first that of the file's name) and the `names` of
+    the problem; of what is `missing`, an example."""
 
     domains: list[Mapping[str, tuple[Value, ...] | Rule]]
     names: Mapping[str, Value]
@@ -51,20 +52,31 @@ class _Filling:
 
     def fill(self, needed: set[str]) -> None:
         """Compute, or miss, each of `needed`."""
+        follow = []
         for name in sorted(
             needed - self.values.keys() - self.missing.keys(), key=lambda name: self._follows(name, needed)
         ):
             rule = self._rule(name, needed)
             known = {**self.names, **self.values}
             if rule is None:
-                found = [d[name] for d in self.domains if name in d]
-                self.missing[name] = next((choices[0] for choices in found if not isinstance(choices, Rule)), 1)
+                self._miss(name)
             elif rule.expression.names <= known.keys():
                 self.values[name] = rule.value(known)
-            # else it follows from what is missing
+            else:
+                follow.append(name)
+        if follow and not self.missing:  # from each other: SPLITS from BLOCK_SIZE in one family, else the reverse
+            self._miss(min(follow, key=lambda name: sum(isinstance(d.get(name), Rule) for d in self.domains)))
+
+    def _miss(self, name: str) -> None:
+        found = [d[name] for d in self.domains if name in d]
+        self.missing[name] = next((choices[0] for choices in found if not isinstance(choices, Rule)), 1)
 
     def _rule(self, name: str, needed: set[str]) -> Rule | None:
-        """The one that uses most of what the file needs itself: BLOCK_SIZE of SPLITS where there are SPLITS."""
+        """The one that uses most of what the file needs itself: BLOCK_SIZE of SPLITS where there are SPLITS. None where
+        the family of the file's name has choices."""
+        own = self.domains[0]
+        if name in own and not isinstance(own[name], Rule):
+            return None
         known = self.names.keys() | self.values.keys() | needed
         rules = [d[name] for d in self.domains if isinstance(d.get(name), Rule)]
         fit = [rule for rule in rules if isinstance(rule, Rule) and rule.expression.names <= known]
@@ -76,10 +88,12 @@ class _Filling:
 
 
 def _domains(problem: Problem, path: Path) -> list[Mapping[str, tuple[Value, ...] | Rule]]:
-    """The parameters of each family of the direction, those of the one that the file is named after first."""
+    """The parameters of each family of the direction, those of the one that the file is named after first, if any."""
     named = path.name.removesuffix(SUFFIX).removeprefix(f"{problem.direction}_")
-    families = [f for f in load_space(problem.op).members.values() if f.direction == problem.direction]
-    return [family.parameters for family in sorted(families, key=lambda family: family.name != named)]
+    families = {
+        f.name: f.parameters for f in load_space(problem.op).members.values() if f.direction == problem.direction
+    }
+    return [families.pop(named, {}), *families.values()]
 
 
 def _rendered(problem: Problem, path: Path, filling: _Filling) -> str:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .errors import CompileError, RenderError, TunegenError
+from .errors import CompileError, RenderError, TunegenError, first_line
 from .model import Config, Problem, Resources, Silicon, TrialState
 from .processes import LateError, LostError, Processes
 
@@ -37,7 +37,7 @@ def compile_candidate(problem: Problem, config: Config, silicon: Silicon) -> Res
     except (TunegenError, MemoryError):
         raise
     except Exception as error:  # whatever a template does when it is imported, planned or bound
-        reason = compiling.first_line(error)
+        reason = first_line(error)
         raise CompileError(f"{template_of(problem, config)}: {reason}") from error
 
 

@@ -12,7 +12,7 @@ from . import silicon
 from .ahead import NICE, Ahead, load_autograd_quietly, load_compiler
 from .bench import WARM_UP_SECONDS, tensors_of
 from .child import Answer, Facts, installed_versions
-from .compile import first_line
+from .errors import first_line
 from .evaluate import Form, Known, Session, compiled_form
 from .model import Config, Problem, Resources, Trial, TrialState
 from .ops import op_spec

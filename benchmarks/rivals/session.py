@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tunegen.bench import FINAL_BLOCKS, WARM_UP_SECONDS, Bench, Timed
-from tunegen.compile import first_line
+from tunegen.errors import first_line
 from tunegen.model import Problem
 from tunegen.ops import op_spec
 from tunegen.processes import follow_parent

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compile import first_line
-from ..errors import UnknownNormError
+from ..errors import UnknownNormError, first_line
 from ..model import CASTINGS
 from ..reference import rms_norm
 

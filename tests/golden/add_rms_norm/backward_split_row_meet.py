@@ -1,17 +1,37 @@
 # Rendered by tunegen from templates/add_rms_norm/backward_split_row_meet.py.jinja: edit the template, not this file.
 # PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False residual=True weight=True
-"""Backward of wide rows, each byte read once: SPLITS programs share a row, each has a column part of the weight and of dw in registers.
-They meet through memory: a part's dot is published one tile before the whole is read, while the tile behind it is being loaded.
-All programs run at the same time, else they would wait for ever. Deterministic: dots and partial rows of dw are added in order. dx is the
-gradient of x and of residual alike."""
+"""Backward of wide rows, each byte read once: SPLITS programs share a row, each has a column part of the weight and of dw in registers,
+and a ring of STAGES tiles in shared memory that asynchronous copies fill. They meet through memory: a part's dot is published one
+step before the whole is read, and the tile read again from the ring. All programs run at the same time, else they would wait for ever.
+Deterministic: dots and partial rows of dw are added in order. dx is the gradient of x and of residual alike."""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from tunegen.model import Launch, Plan, Scratch
 
+# Triton 3.9 has renamed it.
+copy_to_shared = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 
-@triton.jit(do_not_specialize=["M"])
+
+@gluon.jit
+def fetch(
+    tile,  # [1, BLOCK_SIZE], in shared memory
+    pointers,  # [1, BLOCK_SIZE]
+    mask,  # [1, BLOCK_SIZE]
+    COPIED: gl.constexpr,
+):
+    """Begin to copy a tile, 16 bytes at a time; rows that begin anywhere are read at once, through registers."""
+    if COPIED:
+        copy_to_shared(tile, pointers, mask)
+    else:
+        tile.store(gl.load(pointers, mask=mask, other=0.0))
+
+
+@gluon.jit(do_not_specialize=["M"])
 def backward_split_row_meet(
     x_ptr,  # [M, N], the stored sum
     w_ptr,  # [N]
@@ -25,69 +45,90 @@ def backward_split_row_meet(
     dy_row_stride,
     dsum_row_stride,
     M,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    N: gl.constexpr,
+    SPLITS: gl.constexpr,
+    WORDS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):
-    tl.static_assert(SPLITS * BLOCK_SIZE >= N, "the parts together are narrower than the row")
-    tl.static_assert(ROWS * SPLITS <= 32, "a warp waits for all parts of a tile of rows")
-    group = tl.program_id(0) // SPLITS
-    groups = tl.num_programs(0) // SPLITS
-    part = tl.program_id(0) % SPLITS
-    cols = part * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)  # [BLOCK_SIZE]
+    gl.static_assert(SPLITS * BLOCK_SIZE >= N, "the parts together are narrower than the row")
+    gl.static_assert(WORDS >= SPLITS, "fewer words than parts")
+    gl.static_assert(STAGES >= 3, "a tile is read twice, a step apart, while another one comes")
+    WIDE: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDE], [1, 32], [1, gl.num_warps()], [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # Each warp has all words, so that it waits by itself.
+    word_layout: gl.constexpr = gl.BlockedLayout([max(1, WORDS // 32)], [32], [gl.num_warps()], [0])
+    group = gl.program_id(0) // SPLITS
+    groups = gl.num_programs(0) // SPLITS
+    part = gl.program_id(0) % SPLITS
+    cols = part * BLOCK_SIZE + gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, layout))  # [BLOCK_SIZE]
     col_mask = cols < N
-    w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
-    dw = tl.zeros([BLOCK_SIZE], tl.float32)
-    # Four tensors: Triton takes two names of one tensor for one variable of the loop.
-    x_here = tl.zeros([ROWS, BLOCK_SIZE], x_ptr.dtype.element_ty)
-    x_next = tl.zeros([ROWS, BLOCK_SIZE], x_ptr.dtype.element_ty)
-    dy_here = tl.zeros([ROWS, BLOCK_SIZE], dy_ptr.dtype.element_ty)
-    dy_next = tl.zeros([ROWS, BLOCK_SIZE], dy_ptr.dtype.element_ty)
-    words_ptr = dots_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    w = gl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
+    dw = gl.zeros([BLOCK_SIZE], tl.float32, gl.SliceLayout(0, layout))
+    words_ptr = dots_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, 1, BLOCK_SIZE], flat)
+    dy_ring = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [STAGES, 1, BLOCK_SIZE], flat)
+    dsum_ring = gl.allocate_shared_memory(dsum_ptr.dtype.element_ty, [STAGES, 1, BLOCK_SIZE], flat)
 
-    # A tile is loaded two steps, and its dot published one step, before it is finished: the first two steps finish none.
-    for tile in tl.range(group - 2 * groups, tl.cdiv(M, ROWS), groups):
-        rows = tl.cast(tile + 2 * groups, tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        mask = (rows < M)[:, None] & col_mask[None, :]  # [ROWS, BLOCK_SIZE]
-        x_last = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
-        dy_last = tl.load(dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask=mask, other=0.0)
+    for step in gl.static_range(STAGES - 2):
+        later = group + step * groups
+        rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+        mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
+        fetch(x_ring.index(step), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        fetch(dy_ring.index(step), dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        fetch(dsum_ring.index(step), dsum_ptr + rows[:, None] * dsum_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        async_copy.commit_group()
 
-        # Asked for ahead of the sum below, which takes about as long as the answer.
-        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        rstd = tl.load(rstd_ptr + rows, mask=(rows >= 0) & (rows < M), other=0.0)  # [ROWS]
-        slots = tl.cast(tile, tl.int64) * ROWS * SPLITS + tl.arange(0, ROWS * SPLITS)  # [ROWS * SPLITS]
-        there = (slots >= 0) & (slots < tl.cast(M, tl.int64) * SPLITS)
-        words = tl.load(words_ptr + slots, mask=there, other=0.0, volatile=True)
-        here = ((rows >= 0) & (rows < M))[:, None] & col_mask[None, :]  # [ROWS, BLOCK_SIZE]
-        dsum = tl.load(dsum_ptr + rows[:, None] * dsum_row_stride + cols[None, :], mask=here, other=0.0)
+    # A row's dot is published one step before the row is finished: the first step finishes none.
+    slot = gl.to_tensor(0)
+    for row in range(group - groups, M, groups):
+        async_copy.wait_group(STAGES - 3)
+        parts = gl.arange(0, WORDS, word_layout)  # [WORDS]
+        there = (parts < SPLITS) & (row >= 0)
+        slots = gl.cast(row, gl.int64) * SPLITS + parts
+        words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)
+        rows = gl.cast(row, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+        rstd = gl.load(rstd_ptr + rows, mask=rows >= 0, other=0.0)  # [1]
 
-        # The word itself says that it is there, so that nothing has to be ordered: a dot of 0 is published as -0.
-        dot = tl.sum(dy_next.to(tl.float32) * w[None, :] * x_next.to(tl.float32), axis=1)  # [ROWS]
-        rows += groups * ROWS
-        word = dot.to(tl.int32, bitcast=True)
-        word = tl.where(word == 0, -2147483648, word)
-        tl.atomic_xchg(words_ptr + rows * SPLITS + part, word, mask=(rows >= 0) & (rows < M), sem="relaxed")
+        x = x_ring.index(slot).load(layout).to(tl.float32)  # [1, BLOCK_SIZE]
+        dy = dy_ring.index(slot).load(layout).to(tl.float32)
+        total = gl.sum(dy * w[None, :] * x, axis=1)  # [1]
+        rows += groups
+        word = total.to(gl.int32, bitcast=True)  # [1]
+        word = gl.where(word == 0, -2147483648, word)  # a sum of 0 is published as -0
+        gl.atomic_xchg(words_ptr + rows * SPLITS + part, word, mask=rows < M, sem="relaxed")
 
-        # Each warp waits by itself: 32 slots at most are in one, and a barrier in here would stop the others.
-        while tl.max((there & (words == 0)).to(tl.int32), axis=0) != 0:
-            words = tl.load(words_ptr + slots, mask=there, other=0.0, volatile=True)
+        # Behind the sum, by which all warps have left the tile that makes room.
+        later = row + (STAGES - 1) * groups
+        rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+        mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
+        fetch(x_ring.index((slot + STAGES - 2) % STAGES), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        fetch(dy_ring.index((slot + STAGES - 2) % STAGES), dy_ptr + rows[:, None] * dy_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        fetch(dsum_ring.index((slot + STAGES - 2) % STAGES), dsum_ptr + rows[:, None] * dsum_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        async_copy.commit_group()
 
-        dots = tl.reshape(words.to(tl.float32, bitcast=True), [ROWS, SPLITS])
-        rows -= groups * ROWS
-        projection = tl.sum(dots, axis=1) * rstd * (1.0 / N)  # [ROWS]
-        x, dy = x_here.to(tl.float32), dy_here.to(tl.float32)  # [ROWS, BLOCK_SIZE]
-        wdy = dy * w[None, :]
-        xhat = x * rstd[:, None]  # [rows, cols]
-        dx = (wdy - xhat * projection[:, None]) * rstd[:, None] + dsum
-        mask = ((rows >= 0) & (rows < M))[:, None] & col_mask[None, :]  # [ROWS, BLOCK_SIZE]
-        tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        dw += tl.sum(dy * xhat, axis=0)
-        x_here, dy_here, x_next, dy_next = x_next, dy_next, x_last, dy_last
+        if row >= 0:
+            while gl.max((there & (words == 0)).to(gl.int32), axis=0) != 0:  # no barrier in here: it would stop the other warps
+                words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)
+            here = (slot + STAGES - 1) % STAGES
+            projection = gl.sum(words.to(tl.float32, bitcast=True), axis=0) * rstd * (1.0 / N)  # [1]
+            # Read again: kept in registers, x and dy would leave no room for those of other programs.
+            x = x_ring.index(here).load(layout).to(tl.float32)
+            dy = dy_ring.index(here).load(layout).to(tl.float32)
+            dsum = dsum_ring.index(here).load(layout).to(tl.float32)
+            wdy = dy * w[None, :]
+            xhat = x * rstd[:, None]  # [rows, cols]
+            dx = (wdy - xhat * projection[:, None]) * rstd[:, None] + dsum
+            gl.store(dx_ptr + gl.cast(row, gl.int64) * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=col_mask[None, :])
+            dw += gl.sum(dy * xhat, axis=0)
+        slot = (slot + 1) % STAGES
+    async_copy.wait_group(0)
 
     # The next kernel starts now and waits for this one's end: .3 to .7 us a call less (H200, 1 to 16384 rows of 4096).
     tl.extra.cuda.gdc_launch_dependents()
-    tl.store(dw_partial_ptr + tl.cast(group, tl.int64) * N + cols, dw, mask=col_mask)
+    gl.store(dw_partial_ptr + gl.cast(group, gl.int64) * N + cols, dw, mask=col_mask)
 
 
 @triton.jit(do_not_specialize=["partials"])
@@ -113,11 +154,16 @@ def sum_partials(
 
 def plan(p):
     most = max(1, p.PROGRAMS_PER_SM * p.SMS // p.SPLITS)
-    groups = min(most, triton.cdiv(p.M, p.ROWS))
+    groups = min(most, p.M)
     partial_rows = max(16, min(triton.next_power_of_2(most), 128))
     return Plan(
         launches=(
-            Launch(backward_split_row_meet, (groups * p.SPLITS,), together=p.PROGRAMS_PER_SM),
+            Launch(
+                backward_split_row_meet,
+                (groups * p.SPLITS,),
+                {"WORDS": triton.next_power_of_2(p.SPLITS)},
+                together=p.PROGRAMS_PER_SM,
+            ),
             Launch(
                 sum_partials,
                 (triton.cdiv(p.N, 2048 // partial_rows),),

@@ -1,17 +1,37 @@
 # Rendered by tunegen from templates/rms_norm/forward_split_row_meet.py.jinja: edit the template, not this file.
 # acc=tl.float32 acc_name=fp32 casting=fp32 nested=() offset=False save_rstd=True weight=True
-"""Forward of wide rows, each byte read once: SPLITS programs share a row, each keeps its column part of the weight in registers while
-it walks over rows. They meet through memory: a part's sum of squares is published one tile before the whole is read, while the tile
-behind it is being loaded. All programs run at the same time, else they would wait for ever. Deterministic: parts are added in order."""
+"""Forward of wide rows, each byte read once: SPLITS programs share a row, each has a column part of the weight in registers, and a
+ring of STAGES tiles in shared memory that asynchronous copies fill. They meet through memory: a part's sum of squares is published one
+step before the whole is read, and the tile read again from the ring. All programs run at the same time, else they would wait for
+ever. Deterministic: parts are added in order."""
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from tunegen.model import Launch, Plan, Scratch
 
+# Triton 3.9 has renamed it.
+copy_to_shared = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared)
 
 
-@triton.jit(do_not_specialize=["M"])
+@gluon.jit
+def fetch(
+    tile,  # [1, BLOCK_SIZE], in shared memory
+    pointers,  # [1, BLOCK_SIZE]
+    mask,  # [1, BLOCK_SIZE]
+    COPIED: gl.constexpr,
+):
+    """Begin to copy a tile, 16 bytes at a time; rows that begin anywhere are read at once, through registers."""
+    if COPIED:
+        copy_to_shared(tile, pointers, mask)
+    else:
+        tile.store(gl.load(pointers, mask=mask, other=0.0))
+
+
+@gluon.jit(do_not_specialize=["M"])
 def forward_split_row_meet(
     x_ptr,  # [M, N]
     w_ptr,  # [N]
@@ -21,62 +41,84 @@ def forward_split_row_meet(
     x_row_stride,
     M,
     eps: tl.float32,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    N: gl.constexpr,
+    SPLITS: gl.constexpr,
+    WORDS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ALIGNED: gl.constexpr,
 ):
-    tl.static_assert(SPLITS * BLOCK_SIZE >= N, "the parts together are narrower than the row")
-    tl.static_assert(ROWS * SPLITS <= 32, "a warp waits for all parts of a tile of rows")
-    group = tl.program_id(0) // SPLITS
-    groups = tl.num_programs(0) // SPLITS
-    part = tl.program_id(0) % SPLITS
-    cols = part * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)  # [BLOCK_SIZE]
+    gl.static_assert(SPLITS * BLOCK_SIZE >= N, "the parts together are narrower than the row")
+    gl.static_assert(WORDS >= SPLITS, "fewer words than parts")
+    gl.static_assert(STAGES >= 3, "a tile is read twice, a step apart, while another one comes")
+    WIDE: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, WIDE], [1, 32], [1, gl.num_warps()], [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # Each warp has all words, so that it waits by itself.
+    word_layout: gl.constexpr = gl.BlockedLayout([max(1, WORDS // 32)], [32], [gl.num_warps()], [0])
+    group = gl.program_id(0) // SPLITS
+    groups = gl.num_programs(0) // SPLITS
+    part = gl.program_id(0) % SPLITS
+    cols = part * BLOCK_SIZE + gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, layout))  # [BLOCK_SIZE]
     col_mask = cols < N
-    w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
-    # Two tensors: Triton takes two names of one tensor for one variable of the loop.
-    x_here = tl.zeros([ROWS, BLOCK_SIZE], x_ptr.dtype.element_ty)
-    x_next = tl.zeros([ROWS, BLOCK_SIZE], x_ptr.dtype.element_ty)
-    words_ptr = squares_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    w = gl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
+    words_ptr = squares_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, 1, BLOCK_SIZE], flat)
 
-    # A tile is loaded two steps, and its sum published one step, before it is finished: the first two steps finish none.
-    for tile in tl.range(group - 2 * groups, tl.cdiv(M, ROWS), groups):
-        rows = tl.cast(tile + 2 * groups, tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        mask = (rows < M)[:, None] & col_mask[None, :]  # [ROWS, BLOCK_SIZE]
-        x_last = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask, other=0.0)
+    for step in gl.static_range(STAGES - 2):
+        later = group + step * groups
+        rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+        mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
+        fetch(x_ring.index(step), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        async_copy.commit_group()
 
-        # Asked for ahead of the sum below, which takes about as long as the answer.
-        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        slots = tl.cast(tile, tl.int64) * ROWS * SPLITS + tl.arange(0, ROWS * SPLITS)  # [ROWS * SPLITS]
-        there = (slots >= 0) & (slots < tl.cast(M, tl.int64) * SPLITS)
-        words = tl.load(words_ptr + slots, mask=there, other=0.0, volatile=True)
+    # A row's sum is published one step before the row is finished: the first step finishes none.
+    slot = gl.to_tensor(0)
+    for row in range(group - groups, M, groups):
+        async_copy.wait_group(STAGES - 3)
+        parts = gl.arange(0, WORDS, word_layout)  # [WORDS]
+        there = (parts < SPLITS) & (row >= 0)
+        slots = gl.cast(row, gl.int64) * SPLITS + parts
+        words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)
+        rows = gl.cast(row + groups, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+        x = x_ring.index(slot).load(layout).to(tl.float32)  # [1, BLOCK_SIZE]
+        total = gl.sum(x * x, axis=1)  # [1]
+        word = total.to(gl.int32, bitcast=True)  # [1]
+        word = gl.where(word == 0, -2147483648, word)  # a sum of 0 is published as -0
+        gl.atomic_xchg(words_ptr + rows * SPLITS + part, word, mask=rows < M, sem="relaxed")
 
-        # The word itself says that it is there, so that nothing has to be ordered: a sum of 0 is published as -0.
-        x = x_next.to(tl.float32)  # [ROWS, BLOCK_SIZE]
-        rows += groups * ROWS
-        word = tl.sum(x * x, axis=1).to(tl.int32, bitcast=True)  # [ROWS]
-        word = tl.where(word == 0, -2147483648, word)
-        tl.atomic_xchg(words_ptr + rows * SPLITS + part, word, mask=(rows >= 0) & (rows < M), sem="relaxed")
+        # Behind the sum, by which all warps have left the tile that makes room.
+        later = row + (STAGES - 1) * groups
+        rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+        mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
+        fetch(x_ring.index((slot + STAGES - 2) % STAGES), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
+        async_copy.commit_group()
 
-        # Each warp waits by itself: 32 slots at most are in one, and a barrier in here would stop the others.
-        while tl.max((there & (words == 0)).to(tl.int32), axis=0) != 0:
-            words = tl.load(words_ptr + slots, mask=there, other=0.0, volatile=True)
-
-        squares = tl.sum(tl.reshape(words.to(tl.float32, bitcast=True), [ROWS, SPLITS]), axis=1)  # [ROWS]
-        rows -= groups * ROWS
-        rstd = tl.rsqrt(squares * (1.0 / N) + eps)  # [ROWS]
-        x = x_here.to(tl.float32)
-        y = x * rstd[:, None]  # [rows, cols]
-        y = y * w[None, :]
-        mask = ((rows >= 0) & (rows < M))[:, None] & col_mask[None, :]  # [ROWS, BLOCK_SIZE]
-        tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(rstd_ptr + rows, rstd, mask=(rows >= 0) & (rows < M) & (part == 0))
-        x_here, x_next = x_next, x_last
+        if row >= 0:
+            while gl.max((there & (words == 0)).to(gl.int32), axis=0) != 0:  # no barrier in here: it would stop the other warps
+                words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)
+            rows = gl.cast(row, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
+            squares = gl.sum(words.to(tl.float32, bitcast=True), axis=0) + gl.zeros([1], tl.float32, gl.SliceLayout(1, layout))
+            rstd = gl.rsqrt(squares * (1.0 / N) + eps)  # [1]
+            x = x_ring.index((slot + STAGES - 1) % STAGES).load(layout).to(tl.float32)
+            y = x * rstd[:, None]  # [rows, cols]
+            y = y * w[None, :]
+            gl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=col_mask[None, :])
+            gl.store(rstd_ptr + rows, rstd, mask=(rows < M) & (part == 0))
+        slot = (slot + 1) % STAGES
+    async_copy.wait_group(0)
 
 
 def plan(p):
-    groups = min(max(1, p.PROGRAMS_PER_SM * p.SMS // p.SPLITS), triton.cdiv(p.M, p.ROWS))
+    groups = min(max(1, p.PROGRAMS_PER_SM * p.SMS // p.SPLITS), p.M)
     return Plan(
-        launches=(Launch(forward_split_row_meet, (groups * p.SPLITS,), together=p.PROGRAMS_PER_SM),),
+        launches=(
+            Launch(
+                forward_split_row_meet,
+                (groups * p.SPLITS,),
+                {"WORDS": triton.next_power_of_2(p.SPLITS)},
+                together=p.PROGRAMS_PER_SM,
+            ),
+        ),
         scratch={"squares": Scratch((p.M, p.SPLITS), "fp32", zero=True)},
     )
