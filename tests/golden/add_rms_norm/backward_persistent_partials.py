@@ -78,14 +78,15 @@ def sum_partials(
 
 def plan(p):
     programs = min(p.PROGRAMS_PER_SM * p.SMS, triton.cdiv(p.M, p.ROWS))
+    tall = p.PROGRAMS_PER_SM > 1
     return Plan(
         launches=(
             Launch(backward_persistent_partials, (programs,)),
             Launch(
                 sum_partials,
                 (triton.cdiv(p.N, 16),),
-                {"partials": programs, "PARTIAL_ROWS": 128, "COLS": 16},
-                num_warps=4,
+                {"partials": programs, "PARTIAL_ROWS": 512 if tall else 128, "COLS": 16},
+                num_warps=8 if tall else 4,
                 pdl=True,
             ),
         ),

@@ -74,15 +74,17 @@ def sum_partials(
 
 def plan(p):
     programs = min(p.PROGRAMS_PER_SM * p.SMS, triton.cdiv(p.M, p.ROWS))
+    tall = p.PROGRAMS_PER_SM > 1
     return Plan(
         launches=(
             Launch(backward_persistent_partials, (programs,)),
-            # 16 columns a program and 128 rows at a time: 1 us less than 32 and 32 at 131072x128, .3 at 8192x5120 (H200).
+            # 16 columns a program and 128 rows at a time: 1 us less than 32 and 32 at 131072x128, .3 at 8192x5120; 512 at a
+            # time, where there are more than 132: .8 less at 32768x1024, .4 at 16384x2048 (H200).
             Launch(
                 sum_partials,
                 (triton.cdiv(p.N, 16),),
-                {"partials": programs, "PARTIAL_ROWS": 128, "COLS": 16},
-                num_warps=4,
+                {"partials": programs, "PARTIAL_ROWS": 512 if tall else 128, "COLS": 16},
+                num_warps=8 if tall else 4,
                 pdl=True,
             ),
         ),
