@@ -11,8 +11,9 @@ from kernel_cases import moderate, variants
 from test_kernels_interpreted import CPU, SILICON, SMS
 
 from tunegen import launch
+from tunegen.compile import ArgumentClass
 from tunegen.errors import CompileError
-from tunegen.model import Problem
+from tunegen.model import Config, Problem
 from tunegen.ops import op_spec
 from tunegen.reference import DTYPES
 
@@ -127,6 +128,25 @@ def test_what_is_compiled_assumes_what_is_true_of_the_tensors_at_hand(direct):
     odd = torch.empty(FORWARD.rows * FORWARD.hidden + 1)[1:].view(FORWARD.rows, FORWARD.hidden)
     variant.bind(FORWARD.rows, {**given, "x_ptr": odd})
     assert [classes["x_ptr"].divisible for classes in direct.compiled] == [True, False]
+
+
+@pytest.mark.compiler
+def test_a_kernel_that_copies_is_told_whether_it_may(direct):
+    """Another one is compiled where x begins, or its rows lie, where no 16 bytes can be copied at a time."""
+    words = {"BLOCK_SIZE": 128, "SPLITS": 2, "STAGES": 3, "PROGRAMS_PER_SM": 1, "num_warps": 1}
+    variant = next(variants(FORWARD, Config.of("split_row_meet", words), CPU, SMS))
+    given = arguments_of(FORWARD)
+    apart = torch.empty(FORWARD.rows * (FORWARD.hidden + 16) + 1)
+    views = [
+        apart[start:].as_strided(given["x_ptr"].shape, (FORWARD.hidden + more, 1))
+        for start, more in ((0, 16), (0, 3), (1, 0))
+    ]
+    variant.bind(FORWARD.rows, given)
+    for view in views:
+        variant.bind(FORWARD.rows, {**given, "x_ptr": view, "x_row_stride": view.stride(0)})
+    assert [classes["ALIGNED"] for classes in direct.compiled] == [
+        ArgumentClass("constexpr", value=may) for may in (True, True, False, False)
+    ]
 
 
 @pytest.mark.compiler
