@@ -46,6 +46,7 @@ SUM = 50.0  # each row of a tile that a thread sums beside others
 FOLD = 1.05  # a column's sum that a warp hands on through shared memory, where a tile's rows lie in several warps
 ISSUE = 0.02  # an element loaded or stored, of the multiprocessor's issue slots
 START = 80.0  # starting a program: rows of 128 elements, one a program, take this long at any number of warps
+MEETING = 900.0  # from a number that a program hands to others to their having read it, beside its step
 ROUND = 30.0  # another chunk of an unrolled loop: its loads are under way already
 LAUNCH = 700.0  # a kernel after another, or a fill with zeros
 ATOMIC = 0.004  # an addition to memory, when all multiprocessors add
@@ -161,7 +162,7 @@ def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
         walked = 1
     worked_on = 2 if over.together else 1  # a row's sum is handed over one step before the row is finished
     ahead = max(over.config.numbers.get("STAGES", 1) - worked_on, 0) if walked > 1 else 0
-    step = max(process, (BUSY - LATENCY + first) / max(ahead, 1))
+    step = max(process + (MEETING if over.together else 0.0), (BUSY - LATENCY + first) / max(ahead, 1))
     fills = math.ceil(each / beside) if ahead else 1
     under_way = beside * max(ahead, 1) * over.reads * over.tile_elements * element
     crowd = max(0.0, under_way / CROWD - 1) if walked > 1 else 0.0
