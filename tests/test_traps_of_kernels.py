@@ -76,7 +76,9 @@ def test_trap_too_few_warps_spill_in_no_default_of_a_sweep():
         default = SPACES[problem.op].default(problem, H200)
         if default is not None and elements_a_thread(default) > 32:
             bold[replace(problem, rows=0), default] = problem
-    found = {p.label(): compile_candidate(op_spec(p.op), p, config, H200).spill_bytes for (_, config), p in bold.items()}
+    found = {
+        p.label(): compile_candidate(op_spec(p.op), p, config, H200).spill_bytes for (_, config), p in bold.items()
+    }
     assert set(found.values()) <= {0}, found
     assert found, "none is left: the margin holds everywhere"
 
