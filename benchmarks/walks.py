@@ -9,7 +9,9 @@ bytes with a program for each block; this says what an addition reaches that has
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,48 +39,67 @@ STAGES = (1, 3)
 
 
 @triton.jit
-def add_blocks(x_ptr, y_ptr, sum_ptr, BLOCK_SIZE: tl.constexpr):
-    at = tl.cast(tl.program_id(0), tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+def add_blocks(
+    x_ptr,  # [blocks * BLOCK_SIZE], as the others
+    y_ptr,
+    sum_ptr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    at = tl.cast(tl.program_id(0), tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)  # [BLOCK_SIZE]
     tl.store(sum_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
 
 
 @triton.jit
-def add_walking(x_ptr, y_ptr, sum_ptr, blocks, BLOCK_SIZE: tl.constexpr, STAGES: tl.constexpr):
+def add_walking(
+    x_ptr,  # [blocks * BLOCK_SIZE], as the others
+    y_ptr,
+    sum_ptr,
+    blocks,
+    BLOCK_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-        at = tl.cast(block, tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        at = tl.cast(block, tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)  # [BLOCK_SIZE]
         tl.store(sum_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
 
 
-def rows(tensors: list[Tensor], sms: int) -> Iterator[dict[str, Any]]:
-    """The time of each addition, in microseconds."""
+def microseconds(launch: Callable[[], Any]) -> float:
+    """The median over replays of a CUDA graph."""
+    return round(triton.testing.do_bench_cudagraph(launch, rep=50, return_mode="median") * 1e3, 2)
+
+
+def rows(tensors: Sequence[Tensor], sms: int) -> Iterator[dict[str, Any]]:
+    """The time of each addition, in microseconds; the tensors are x, y and their sum."""
     elements = tensors[0].numel()
-
-    def timed(**facts: Any) -> dict[str, Any]:
-        grid, kernel, arguments = facts.pop("grid"), facts.pop("kernel"), facts.pop("arguments")
-        ms = triton.testing.do_bench_cudagraph(
-            lambda: kernel[(grid,)](*tensors, *arguments, num_warps=facts["num_warps"]), rep=50, return_mode="median"
-        )
-        return {**facts, "programs": grid, "us": round(ms * 1e3, 2)}
-
     for block, warps in BLOCKS:
-        yield timed(grid=elements // block, kernel=add_blocks, arguments=(block,), block=block, num_warps=warps)
-    for block, warps, each in WALKS:
-        for stages in STAGES:
-            arguments = (elements // block, block, stages)
-            yield timed(
-                grid=each * sms, kernel=add_walking, arguments=arguments, block=block, num_warps=warps, stages=stages
-            )
+        programs = elements // block
+        us = microseconds(partial(add_blocks[(programs,)], *tensors, block, num_warps=warps))
+        yield {"block": block, "num_warps": warps, "programs": programs, "us": us}
+    for (block, warps, each), stages in product(WALKS, STAGES):
+        programs, arguments = each * sms, (elements // block, block, stages)
+        us = microseconds(partial(add_walking[(programs,)], *tensors, *arguments, num_warps=warps))
+        yield {"block": block, "num_warps": warps, "stages": stages, "programs": programs, "us": us}
+
+
+def elements_of(text: str) -> int:
+    """A number of elements of which every block size is a divisor: the kernels have no masks."""
+    largest = max(block for block, *_ in (*BLOCKS, *WALKS))
+    if not text.isdecimal() or int(text) == 0 or int(text) % largest:
+        raise argparse.ArgumentTypeError(f"a multiple of {largest}, not {text}")
+    return int(text)
 
 
 def main() -> None:
+    """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=16384 * 4096)
+    parser.add_argument("--elements", type=elements_of, default=16384 * 4096)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     need_gpus()
     tensors = [torch.randn(options.elements, device="cuda").to(torch.bfloat16) for _ in range(3)]
-    found = list(rows(tensors, torch.cuda.get_device_properties(0).multi_processor_count))
-    for row in found:
+    found = []
+    for row in rows(tensors, torch.cuda.get_device_properties(0).multi_processor_count):
+        found.append(row)
         print(row)
     write(options.out, record({"elements": options.elements, "rows": found}))
 

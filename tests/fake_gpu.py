@@ -215,7 +215,8 @@ class FakeGpu:
         if fault == "compiles in earnest":
             paths.PACKAGE = Path(self.package)
             return compile_candidate(problem, config, silicon)
-        return Resources(32, 64 if fault == "spills" else 0, 1024, "binary")
+        spilled = {"spills": 64, "spills a little": 8}.get(fault, 0)
+        return Resources(32, spilled, 1024, "binary")
 
     def note(self, line: str) -> None:
         with open(self.log, "a") as file:

@@ -44,6 +44,15 @@ def test_no_rendering_outlives_its_template() -> None:
     assert {(p.parent.name, p.stem) for p in FOLDER.glob("*/*.py")} == set(CASES)
 
 
+@pytest.mark.parametrize(("op", "template"), CASES)
+def test_kernels_have_at_most_80_lines_of_code(op: str, template: str) -> None:
+    """Signature on one, comments left out: what has more is hard to read from top to bottom."""
+    tree = ast.parse(default_rendering(op, template))
+    kernels = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    assert kernels
+    assert {kernel.name: lines for kernel in kernels if (lines := len(ast.unparse(kernel).splitlines())) > 80} == {}
+
+
 def aliases(function: ast.FunctionDef) -> list[str]:
     """Names that a kernel binds to the tensor of another name, outside of its loops."""
     found = []

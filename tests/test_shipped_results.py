@@ -57,6 +57,15 @@ def section(op, direction):
     return found.splitlines()
 
 
+def test_its_readme_says_how_much_there_is(db):
+    with Store.read(db) as store:
+        trials = len(store.trials())
+    served = sum(count for (op, dtype), count in PROBLEMS.items() if dtype in MADE_OF[op])
+    text = " ".join((FILE.parent / "README.md").read_text().split())
+    assert f"{sum(PROBLEMS.values())} problems, {trials} trials" in text
+    assert f"made of {served} of these problems" in text
+
+
 def test_it_is_of_one_h200_whose_facts_are_those_that_kernels_are_compiled_for(db):
     with Store.read(db) as store:
         [chip] = store.rows("SELECT * FROM silicon", {})

@@ -362,6 +362,13 @@ def test_spilling_candidates_are_passed_over_where_others_do_not_spill(bench):
     assert f"{PROBLEM.label()} {BEST.label()}" not in bench.gpu.lines("screen")
 
 
+def test_candidate_that_spills_a_little_is_timed_and_may_win(bench):
+    bench.gpu.faults = {BEST.label(): "spills a little"}
+    bench.sweep()
+    assert bench.rows(state="constraint") == []
+    assert bench.winner() == family_and_parameters(BEST)
+
+
 def test_spilling_candidates_are_timed_where_all_spill(bench):
     bench.gpu.faults = {config.label(): "spills" for config in (*TILES, *OLD)}
     bench.sweep()

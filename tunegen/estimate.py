@@ -115,7 +115,8 @@ def guess_resources(spec: OpSpec, problem: Problem, config: Config, together: in
     by_column = (problem.weight_dtype is not None) + problem.weight_grad
     held = tile.rows * tile.columns * (2 * reads - 1) + tile.columns * by_column
     most = min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // (threads * (together or 1)) // 8 * 8)
-    kept = max(config.numbers.get("STAGES", 1) - (together is None), 0)
+    stages = config.numbers.get("STAGES", 1)
+    kept = stages if together else max(stages - 1, 0)  # a loop's tile is worked on in registers
     shared = kept * reads * tile.rows * tile.columns * DTYPE_BYTES[problem.x_dtype]
     return Resources(min(16 + held // threads, most), 0, shared)
 

@@ -51,7 +51,8 @@ class Sender:
 
 
 def sweep_device(connection: Connection, device: int, order: Order) -> None:
-    """Body of the process."""
+    """Body of the process of GPU `device`: tunes what it is given (see `given_to`). It sends pairs: "stage" and "trial"
+    with what a listener is told, at the end "result" with a SweepResult, or "failure" with why there is none."""
     follow_parent()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pool = CompilePool(None, order.cores, order.compile_one)
@@ -76,7 +77,8 @@ def sweep_device(connection: Connection, device: int, order: Order) -> None:
 
 def given_to(connection: Connection, worker: Worker, then: dict[Problem, Problem]) -> Iterator[Problem]:
     """Problems for a GPU whose measuring process has come up, as long as the parent gives some; what is likely behind
-    each is in `then` before it is given."""
+    each is in `then` before it is given. Sends "ready" with the silicon, and "next" for each; the answer is a problem,
+    or None at the end, and what is likely behind it."""
     connection.send(("ready", worker.start().silicon))
     while True:
         connection.send(("next", None))

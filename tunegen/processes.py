@@ -61,7 +61,7 @@ def deaf_to_interrupts() -> Iterator[None]:
 def follow_parent() -> None:
     """For child processes: end when the parent has ended, even by SIGKILL.
 
-    A worker of an executor would else wait for work for ever: it holds both ends of its queue. Linux sends the signal
+    Only who reads from a pipe sees that its other end is gone: one that compiles would go on. Linux sends the signal
     also to one that hangs in C and lets no thread run; the thread is for other systems.
     """
     parent = multiprocessing.parent_process()

@@ -30,7 +30,8 @@ AHEAD = 4
 """Compilations that may wait for each process of the pool, beside the batch; the slowest seen takes 6 s."""
 
 SPILLS = 32
-"""Bytes a thread. So few are spilled outside of loops, or once in them: the fastest `split_row_meet` spills 24."""
+"""Bytes a thread. So few are spilled outside of loops, or once in them: at 524288x128 backward a `persistent_atomic`
+that spills 8 takes .2 % longer than the fastest, which spills nothing (H200)."""
 
 WRONG_AGAIN = "passed the gate when it was screened, failed it in the finals"
 

@@ -51,20 +51,29 @@ def forward_split_row_meet(
     gl.static_assert(SPLITS * BLOCK_SIZE >= N, "the parts together are narrower than the row")
     gl.static_assert(WORDS >= SPLITS, "fewer words than parts")
     gl.static_assert(STAGES >= 3, "a tile is read twice, a step apart, while another one comes")
+
+    # A thread has 16 bytes of a tile, its neighbour the next 16. A tensor of its columns alone, as the weight, lies in
+    # SliceLayout(0, layout), one of its rows alone, as their sums, in SliceLayout(1, layout).
     WIDE: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, WIDE], [1, 32], [1, gl.num_warps()], [1, 0])
+    # Shared memory in the order of memory: 16 bytes are copied as they lie.
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # Each warp has all words, so that it waits by itself.
     word_layout: gl.constexpr = gl.BlockedLayout([max(1, WORDS // 32)], [32], [gl.num_warps()], [0])
+
+    # This program's rows are group, group + groups, ...; of each it has the columns of its part.
     group = gl.program_id(0) // SPLITS
     groups = gl.num_programs(0) // SPLITS
     part = gl.program_id(0) % SPLITS
     cols = part * BLOCK_SIZE + gl.arange(0, BLOCK_SIZE, gl.SliceLayout(0, layout))  # [BLOCK_SIZE]
-    col_mask = cols < N
+    col_mask = cols < N  # [BLOCK_SIZE]
     w = gl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
+    # Sums as integers of their width: 0 is no sum yet.
     words_ptr = squares_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    # A ring: STAGES tiles [1, BLOCK_SIZE].
     x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, 1, BLOCK_SIZE], flat)
 
+    # Two tiles of the ring are read in a step, so STAGES - 2 are on their way to begin with.
     for step in gl.static_range(STAGES - 2):
         later = group + step * groups
         rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
@@ -72,22 +81,25 @@ def forward_split_row_meet(
         fetch(x_ring.index(step), x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask, ALIGNED and N % WIDE == 0)
         async_copy.commit_group()
 
-    # A row's sum is published one step before the row is finished: the first step finishes none.
+    # A step publishes the sum of row + groups, whose tile is in `slot`, and finishes `row`, whose tile is in the slot before. The first
+    # has no row to finish (row < 0).
     slot = gl.to_tensor(0)
     for row in range(group - groups, M, groups):
-        async_copy.wait_group(STAGES - 3)
+        async_copy.wait_group(STAGES - 3)  # the tile in `slot` has come
+        # The words of the row that this step finishes: asked for now, they come while the row ahead is summed.
         parts = gl.arange(0, WORDS, word_layout)  # [WORDS]
-        there = (parts < SPLITS) & (row >= 0)
+        there = (parts < SPLITS) & (row >= 0)  # [WORDS]
         slots = gl.cast(row, gl.int64) * SPLITS + parts
-        words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)
+        words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)  # [WORDS]
         rows = gl.cast(row + groups, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
         x = x_ring.index(slot).load(layout).to(tl.float32)  # [1, BLOCK_SIZE]
         total = gl.sum(x * x, axis=1)  # [1]
         word = total.to(gl.int32, bitcast=True)  # [1]
         word = gl.where(word == 0, -2147483648, word)  # a sum of 0 is published as -0
+        # Relaxed: the word is all that the others wait for, so no other store has to be seen ahead of it.
         gl.atomic_xchg(words_ptr + rows * SPLITS + part, word, mask=rows < M, sem="relaxed")
 
-        # Behind the sum, by which all warps have left the tile that makes room.
+        # The next tile, over the one that the last step has read again: behind the sum, by which all warps have left that.
         later = row + (STAGES - 1) * groups
         rows = gl.cast(later, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
         mask = (rows < M)[:, None] & col_mask[None, :]  # [1, BLOCK_SIZE]
@@ -98,15 +110,17 @@ def forward_split_row_meet(
             while gl.max((there & (words == 0)).to(gl.int32), axis=0) != 0:  # no barrier in here: it would stop the other warps
                 words = gl.load(words_ptr + slots, mask=there, other=0, volatile=True)
             rows = gl.cast(row, gl.int64) + gl.arange(0, 1, gl.SliceLayout(1, layout))  # [1]
-            squares = gl.sum(words.to(tl.float32, bitcast=True), axis=0) + gl.zeros([1], tl.float32, gl.SliceLayout(1, layout))
+            # The zeros make a tensor of the one number.
+            squares = gl.sum(words.to(tl.float32, bitcast=True), axis=0) + gl.zeros([1], tl.float32, gl.SliceLayout(1, layout))  # [1]
             rstd = gl.rsqrt(squares * (1.0 / N) + eps)  # [1]
-            x = x_ring.index((slot + STAGES - 1) % STAGES).load(layout).to(tl.float32)
+            # Read again: kept in registers, x would leave no room for that of other programs.
+            x = x_ring.index((slot + STAGES - 1) % STAGES).load(layout).to(tl.float32)  # [1, BLOCK_SIZE]
             y = x * rstd[:, None]  # [rows, cols]
             y = y * w[None, :]
             gl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=col_mask[None, :])
             gl.store(rstd_ptr + rows, rstd, mask=(rows < M) & (part == 0))
         slot = (slot + 1) % STAGES
-    async_copy.wait_group(0)
+    async_copy.wait_group(0)  # of zeros for rows behind the last: what follows may be given the ring's memory
 
 
 def plan(p):
