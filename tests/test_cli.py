@@ -1,4 +1,4 @@
-"""The command line: bad input, sweeps without a GPU, and what show, render and families print."""
+"""The command line: bad input, sweeps without a GPU, and what show and render print."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tunegen.dispatch import triton_minor
 from tunegen.errors import TunegenError
 from tunegen.exported import Exported
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
-from tunegen.ops import OPS, op_spec
+from tunegen.ops import op_spec
 from tunegen.render import combined_digest, render
 from tunegen.space import load_space
 from tunegen.store import Store
@@ -393,7 +393,7 @@ def test_plain_text_in_ci_even_where_colour_is_forced(monkeypatch):
     assert not cli.console_for().is_terminal
 
 
-# Show, render, families
+# Show, render
 
 
 def winner():
@@ -683,33 +683,6 @@ def test_render_where_torch_wins_asks_for_a_family(db):
     connection.close()
     told = refused("render", "backward", "--hidden", 4096, "--rows", 16384, "--arch", "sm_90", "--db", db)
     assert re.search(r"torch's own op \(measured at 16384 rows on .*, trial 2\)\); name a family", told)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_families_lists_all_with_their_parameters(op):
-    members = load_space(op).members
-    found = json.loads(output("families", "--op", op, "--json"))
-    assert [(f["direction"], f["family"], f["baseline"]) for f in found] == [
-        (*k, m.baseline) for k, m in members.items()
-    ]
-    assert [list(f["parameters"]) for f in found] == [list(m.parameters) for m in members.values()]
-    text = output("families", "--op", op)
-    for family in members.values():
-        assert family.about in text
-        assert all(f" {name}: " in text for name in family.parameters)
-    assert text.count("(baseline)") == sum(family.baseline for family in members.values())
-
-
-def test_families_names_choices_and_rules(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "PACKAGE", make_resources(tmp_path / "package"))
-    space = tmp_path / "package" / "search_spaces" / "rms_norm.yaml"
-    space.write_text(space.read_text().replace("      ROWS: [1, 2, 4, 8]\n", '      ROWS: [1, 2]\n      B: "=2*N"\n'))
-    assert [line.strip() for line in output("families").splitlines()][:4] == [
-        "forward  tile                  twenty candidates",
-        "ROWS: 1, 2",
-        "num_warps: 1, 2, 4, 8, 16",
-        "B: =2*N",
-    ]
 
 
 def test_bytes_that_are_no_text_are_one_line(tmp_path, db):
