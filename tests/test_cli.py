@@ -439,7 +439,48 @@ def test_show_prints_winners_one_a_line(db):
         assert f" {text} " in backward
     for text in ("forward", "two_pass", "estimated", "31.500"):
         assert f" {text} " in forward
+    assert forward.strip().endswith(f" compiled for sm_90 ({H200.name})"), "an estimate: no such GPU was there"
+    assert "compiled for" not in backward
     assert "of half a sweep" not in head
+    assert not {"op", "weight", "casting", "policy", "contract"}.intersection(head.split()), "all rows have the usual"
+
+
+def columns(text):
+    """The rows of a table as printed, by column."""
+    head, *rows = [line.rstrip() for line in text.splitlines() if line.strip(" \u2500")]
+    names = re.split(r" {2,}", head.strip())
+    starts = [head.index(f" {name}") for name in names]
+    return [
+        dict(zip(names, [r[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)], strict=True))
+        for r in rows
+    ]
+
+
+def test_show_says_in_the_words_of_the_options_what_a_problem_is(db):
+    """A column for what differs anywhere, with the value of each row."""
+    odd = replace(FORWARD, op="add_rms_norm", casting="llama", offset=True, sum_in_fp32=True, policy="deterministic")
+    frozen = replace(BACKWARD, weight_grad=False, weight_dtype="fp32")
+    bare = replace(FORWARD, weight_dtype=None, rows=1)
+    config = Config.of("two_pass", {"CHUNK": 1024, "num_warps": 4})
+    with Store.open(db) as store:
+        sweep = store.begin_sweep(H200, {}, {}, 0)
+        trials = [Trial(p, config, TrialState.OK, measurement=measurement(9.0)) for p in (odd, frozen, bare)]
+        store.add_all(sweep, trials, PROTOCOL, triton_minor(), "2.14")
+    names = ("op", "weight", "casting", "offset", "sum in fp32", "dx only", "policy")
+    found = [tuple(row[name] for name in names) for row in columns(output("show", "trials", "--db", db))]
+    usual = ("rms_norm", "bf16", "fp32", "", "", "", "fastest")
+    assert found[:4] == [usual] * 4
+    assert found[4:] == [
+        ("add_rms_norm", "bf16", "llama", "yes", "yes", "", "deterministic"),
+        ("rms_norm", "fp32", "fp32", "", "", "yes", "fastest"),
+        ("rms_norm", "none", "fp32", "", "", "", "fastest"),
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    show_rows("trials", db, console, {"op": "add_rms_norm"})
+    told = " ".join(console.file.getvalue().split())
+    assert f"{config.label()}, op add_rms_norm, casting llama, policy deterministic, offset, sum in fp32, " in told
+    (row,) = json.loads(output("show", "--op", "add_rms_norm", "--json", "--db", db))
+    assert (row["op"], row["casting"], row["silicon"]) == ("add_rms_norm", "llama", H200.name)
 
 
 def test_show_marks_the_winner_of_half_a_sweep(db):

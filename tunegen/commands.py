@@ -19,7 +19,8 @@ from .early import Early
 from .errors import TunegenError
 from .evaluate import COMPILED
 from .fleet import sweep_gpus
-from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
+from .model import RMS_NORM, TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
+from .policies import FASTEST
 from .progress import SweepProgress
 from .records import problem_of
 from .silicon import kind_of
@@ -28,6 +29,9 @@ from .sweep import SweepResult, sweep_gpu, together
 from .sweep_target import sweep_target
 from .ties import winner
 from .worker import Worker
+
+USUAL = {"op": RMS_NORM, "weight": "", "casting": "fp32", "policy": FASTEST}
+"""Columns that are not shown where all rows have this; of the weight that is x's dtype."""
 
 
 def run_sweep(
@@ -203,7 +207,11 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     if not rows:
         console.print(f"no {what} match in {db}", soft_wrap=True)
         return
-    console.print(report.stored_table([_cells(row) for row in rows], console.width))
+    cells = [_cells(row) for row in rows]
+    for name, usual in USUAL.items():
+        if all(one[name] == (usual or one["dtype"]) for one in cells):
+            cells = [{key: text for key, text in one.items() if key != name} for one in cells]
+    console.print(report.stored_table(cells, console.width))
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -218,7 +226,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         **{name: str(row[name]) for name in ("direction", "rows", "hidden")},
         "dtype": row["x_dtype"],
-        "contract": ", ".join(problem.contract()),
+        **_asked(problem),
         "config": config.label() if config else f"{row['family']} {row['parameters']}",
         "kind": row["kind"],
         **numbers,
@@ -226,8 +234,27 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         **half,
         **gain,
         "stale": "yes" if stale else "",
-        "silicon": row["silicon"],
+        "silicon": _silicon(row),
     }
+
+
+def _asked(problem: Problem) -> dict[str, str]:
+    """What a problem is beside its size and the dtype of x, in the words of the options that ask for it."""
+    dx_only = problem.direction == "backward" and not problem.weight_grad
+    marks = {"offset": problem.offset, "sum in fp32": problem.sum_in_fp32, "dx only": dx_only}
+    return {
+        "op": problem.op,
+        "weight": problem.weight_dtype or "none",
+        "casting": problem.casting,
+        **{name: "yes" if marked else "" for name, marked in marks.items()},
+        "policy": problem.policy,
+    }
+
+
+def _silicon(row: Mapping[str, Any]) -> str:
+    """The GPU that a row was measured on; of an estimate that it is a target, since no GPU was there."""
+    compiled = row["kind"] == "estimated" or row["estimate_us"] is not None  # baselines of such a sweep too
+    return f"compiled for sm_{row['capability']} ({row['silicon']})" if compiled else str(row["silicon"])
 
 
 def _config(row: dict[str, Any]) -> Config | None:

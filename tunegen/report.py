@@ -21,7 +21,13 @@ from .ties import tie_breakers
 COLUMNS = ("direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default")
 """Of the table, without the winner."""
 
-BELOW = ("config", "contract", "stage", "reason", "of half a sweep", "stale", "silicon")
+NAMED = ("op", "weight", "casting", "policy")
+"""Columns of the database whose values do not say what they are."""
+
+BELOW = (
+    *("config", *NAMED, "offset", "sum in fp32", "dx only"),
+    *("stage", "reason", "of half a sweep", "stale", "silicon"),
+)
 """Columns of the database that go below the others where there is no room beside them."""
 
 LONG_WORD = len("PROGRAMS_PER_SM=1")
@@ -153,8 +159,13 @@ def stored_table(rows: Sequence[Mapping[str, str]], width: int) -> RenderableTyp
         return result
     short = [name for name in shown if name not in BELOW]
     cells = [[row[name] for name in short] for row in rows]
-    labels = [", ".join(name if row[name] == "yes" else row[name] for name in BELOW if row.get(name)) for row in rows]
+    labels = [", ".join(_told(name, row[name]) for name in BELOW if row.get(name)) for row in rows]
     return _stacked(short, cells, labels, _widths(short, cells), width)
+
+
+def _told(name: str, value: str) -> str:
+    """A value where its column has no head."""
+    return name if value == "yes" else f"{name} {value}" if name in NAMED else value
 
 
 def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
