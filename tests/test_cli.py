@@ -132,7 +132,7 @@ def a_folder(folder):
 
 def below_a_file(folder):
     (folder / "file").touch()
-    return folder / "file" / "tune.db", "cannot make"
+    return folder / "file" / "tune.db", f"tune.db: {folder / 'file'} is no folder"
 
 
 def no_database(folder):

@@ -323,10 +323,10 @@ def test_import_that_fails_half_way_leaves_the_database_as_it_was(source, tmp_pa
 
 
 def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
-    result = run("export", tmp_path / "no" / "x.jsonl", "--db", source)
-    assert result.exit_code == 2
-    assert f"there is no folder {tmp_path / 'no'}; make it, or choose another file" in result.stderr
     (tmp_path / "taken.jsonl").mkdir()
+    (tmp_path / "file").touch()
+    result = run("export", tmp_path / "file" / "x.jsonl", "--db", source)
+    assert f"x.jsonl: {tmp_path / 'file'} is no folder; choose another file" in result.stderr
     result = run("export", tmp_path / "taken.jsonl", "--db", source)
     assert f"cannot write {tmp_path / 'taken.jsonl'}: Is a directory; choose another file" in result.stderr
     assert "no database at" in run("export", tmp_path / "x.jsonl", "--db", tmp_path / "none.db").stderr
@@ -338,6 +338,16 @@ def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     assert "holds a value that JSON cannot" in run("export", file, "--db", source).stderr
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_export_makes_the_folder_that_it_names_and_says_so(source, tmp_path):
+    file = tmp_path / "new" / "folder" / "x.jsonl"
+    assert run("export", file, "--db", source, "--hidden", 999).exit_code == 2
+    assert not file.parent.parent.exists(), "nothing is made for nothing"
+    result = run("export", file, "--db", source)
+    assert (result.exit_code, result.stderr) == (0, f"new folder for the file: {file.parent}\n")
+    assert file.is_file()
+    assert run("export", file, "--db", source).stderr == ""
 
 
 @pytest.mark.parametrize("filters", [["--hidden", 999], ["--family", "two_pass"]])
@@ -360,7 +370,7 @@ def test_unknown_family_is_refused_with_those_that_are_known(source, tmp_path):
 def test_packed_file_holds_the_same_in_the_same_bytes(source, tmp_path):
     file, copy = tmp_path / "results.jsonl.xz", tmp_path / "copy.db"
     told = output("export", file, "--db", source)
-    assert told == f"{file}: 21 trials; sweeps: 3, GPUs: 2\n"
+    assert told == f"{file}: 21 trials; sweeps: 3, kinds of GPU: 2\n"
     first = file.read_bytes()
     assert lzma.decompress(first, lzma.FORMAT_XZ) == exported(source).read_bytes()
     output("export", file, "--db", source)

@@ -41,10 +41,10 @@ def database(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     return path_of(ctx, param, value or None) or paths.database()
 
 
-def new_folder(db: Path) -> str:
-    """What to say of a database that is made in a folder that is not there, which makes that too; else ""."""
-    folder = db.absolute().parent
-    return "" if folder.exists() else f"new folder for the database: {folder}"
+def new_folder(path: Path, what: str = "the database") -> str:
+    """What to say of a file that is made in a folder that is not there, which makes that too; else ""."""
+    folder = path.absolute().parent
+    return "" if folder.exists() else f"new folder for {what}: {folder}"
 
 
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:

@@ -102,11 +102,16 @@ def write_whole(path: Path, text: bytes, mode: int = 0o600) -> None:
         raise
 
 
-def unwritable(path: Path, error: OSError) -> str:
-    """What to say of a file of the caller's that `write_whole` could not write."""
-    if isinstance(error, FileNotFoundError):
-        return f"cannot write {path}: there is no folder {path.parent}; make it, or choose another file"
-    return f"cannot write {path}: {error.strerror}; choose another file"
+def write_named(path: Path, text: bytes) -> None:
+    """Write a file that the caller has named, for all to read, whole or not at all; its folder is made where there is
+    none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text, 0o644)
+
+
+def obstacle(error: OSError) -> str:
+    """Why a folder or a file in it could not be made, in a few words."""
+    return f"{error.filename} is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
 
 
 def is_private(folder: Path) -> bool:

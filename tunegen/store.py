@@ -23,7 +23,7 @@ from . import records
 from .errors import StoreError
 from .liveness import mark_interrupted, process_identity, refuse_while_swept
 from .model import Problem, Silicon, Trial
-from .paths import ANOTHER_DATABASE
+from .paths import ANOTHER_DATABASE, obstacle
 from .records import StoredTrial
 
 BUSY_SECONDS = 30
@@ -293,7 +293,7 @@ def _check_place(path: Path) -> None:
         if path.exists() and not path.is_file():
             raise StoreError(f"{path} is no plain file; {ANOTHER_DATABASE}")
     except OSError as error:
-        raise StoreError(f"cannot make {path}: {error.strerror}; {ANOTHER_DATABASE}") from error
+        raise StoreError(f"cannot make {path}: {obstacle(error)}; {ANOTHER_DATABASE}") from error
     for place in (path, path.parent):  # the folder too: the journal lies beside the database
         if place.exists() and not os.access(place, os.W_OK):
             raise StoreError(f"{place} may not be written; change its permissions, {ANOTHER_DATABASE}")
