@@ -171,10 +171,9 @@ def test_what_is_no_database_is_refused_and_left_alone_by_readers(tmp_path, comm
 
 
 def test_show_without_a_database_says_how_to_get_one(tmp_path):
-    told = refused("show", "--db", tmp_path / "none.db")
-    assert (
-        f"no database at {tmp_path / 'none.db'}; run `tunegen sweep`, give another with --db, or set TUNEGEN_DB" in told
-    )
+    db = tmp_path / "none.db"
+    told = refused("show", "--db", db)
+    assert f"no database at {db}; run `tunegen sweep --db {db}`, give another with --db, or set TUNEGEN_DB" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -816,3 +815,41 @@ def test_a_folder_that_is_made_is_told_of(tmp_path, monkeypatch, command):
     assert told in run(*command).output.splitlines()
     assert folder.is_dir()
     assert told not in run(*command).output
+
+
+# Commands that messages suggest
+
+
+SUGGESTED = {
+    "explain --hidden 64 --rows 4 --arch sm_80 --direction forward": (
+        "tunegen sweep --hidden 64 --rows 4 --direction forward"
+    ),
+    "export --defaults": "`tunegen sweep`",
+    "export --hidden 999 out.jsonl": "`tunegen show trials`",
+    "show": "`tunegen explain`",
+}
+
+
+@pytest.mark.parametrize("command", SUGGESTED)
+def test_a_command_that_is_suggested_is_of_the_same_database(db, tmp_path, monkeypatch, command):
+    """With --db where that was given, and without where the environment names the database."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TUNEGEN_POLICY", "deterministic" if command == "show" else "")
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trials SET stage = 'screen'")
+        connection.commit()
+    given, quoted = tmp_path / "my results.db", f"--db '{tmp_path / 'my results.db'}'"
+    db.rename(given)
+    end = "`" if SUGGESTED[command].endswith("`") else ""
+    assert f"{SUGGESTED[command].removesuffix('`')} {quoted}{end}" in run(*shlex.split(command), "--db", given).output
+    monkeypatch.setenv("TUNEGEN_DB", str(given))
+    told = run(*shlex.split(command)).output
+    assert SUGGESTED[command] in told
+    assert "--db" not in told
+
+
+def test_a_sweep_that_updates_an_older_database_is_of_that_one(db):
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("DELETE FROM _sqlite_migrations WHERE id = (SELECT max(id) FROM _sqlite_migrations)")
+        connection.commit()
+    assert f"{db} is of an older tunegen; update: `tunegen sweep --db {db}`" in refused("show", "--db", db)

@@ -356,7 +356,7 @@ def test_what_matches_nothing_is_refused_and_leaves_the_file_as_it_was(source, f
     before = file.read_bytes()
     result = run("export", file, "--db", source, *filters)
     assert result.exit_code == 2
-    assert f"no trials match in {source}: {file} is not written" in result.stderr
+    assert f"no trials match in {source}: {file} is not written; `tunegen show trials --db {source}`" in result.stderr
     assert file.read_bytes() == before
 
 

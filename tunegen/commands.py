@@ -100,7 +100,8 @@ def _end(
     options: dict[str, Any],
 ) -> None:
     """What failed, the summary and where it is all kept; or all of it as JSON."""
-    for line in report.failure_lines(failures):
+    show = paths.on_database("tunegen show trials --state ...", options["db"])
+    for line in report.failure_lines(failures, show):
         console.print(line, soft_wrap=True)
     database = str(options["db"].absolute())
     if options["as_json"]:
@@ -202,7 +203,8 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
         click.echo(json.dumps(rows, indent=2))
         return
     if (policy := paths.policy()) and "policy" not in filters:
-        told = "they also use what was tuned under fastest, less what theirs forbids: tunegen explain says what answers"
+        explain = paths.on_database("tunegen explain", db)
+        told = f"they also use what was tuned under fastest, less what theirs forbids: `{explain}` says what answers"
         click.echo(f"TUNEGEN_POLICY is {policy}, which calls are under; {told}.", err=True)
     if not rows:
         console.print(f"no {what} match in {db}", soft_wrap=True)

@@ -16,7 +16,7 @@ from typing import Any
 from . import packed, records
 from .errors import ExportError, StoreError
 from .migrations import STEPS, tables
-from .paths import obstacle, write_named
+from .paths import obstacle, on_database, write_named
 from .store import Store
 
 FORMAT = 1
@@ -37,9 +37,8 @@ def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str,
     """
     found = _numbered(*_read(store, filters))
     if not found["trial"]:
-        raise ExportError(
-            f"no trials match in {store.path}: {path} is not written; `tunegen show trials` lists them all"
-        )
+        show = on_database("tunegen show trials", store.path)
+        raise ExportError(f"no trials match in {store.path}: {path} is not written; `{show}` lists them all")
     counts = {kind: len(rows) for kind, rows in found.items()}
     header = {"record": "header", "format": FORMAT, "schema": SCHEMA, **counts}
     body = [{"record": kind, **row} for kind, rows in found.items() for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
@@ -53,6 +54,12 @@ def database() -> Path:
     if value := os.environ.get("TUNEGEN_DB"):
         return Path(os.path.expanduser(value)).absolute()
     return (PACKAGE.parent / "cache" if in_checkout() else user_cache()) / "tune.db"
+
+
+def on_database(command: str, path: Path) -> str:
+    """A command to be typed, with --db where it would not find the database at `path` by itself."""
+    path = path.absolute()
+    return command if path == database().absolute() else f"{command} --db {shlex.quote(str(path))}"
 
 
 def build_folder() -> Path:

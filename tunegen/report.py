@@ -249,14 +249,15 @@ def time_line(seconds: Mapping[str, float], whole: float, gpus: int = 1) -> str:
     return f"Spent{'' if gpus == 1 else f', on {gpus} GPUs together,'} {shown}."
 
 
-def failure_lines(failed: Sequence[Trial]) -> list[str]:
-    """Every reason once, with the first candidate that it stopped; those of NOT_TIMED are one line each in all."""
+def failure_lines(failed: Sequence[Trial], show: str) -> list[str]:
+    """Every reason once, with the first candidate that it stopped; those of NOT_TIMED are one line each in all. `show`
+    is the command that has the rest."""
     shown = []
     for (state, reason), candidates in _by_reason(failed).items():
         others = f" and {len(candidates) - 1} more" if len(candidates) > 1 else ""
         shown.append(f"{state}: {candidates[0]}{others}: {reason}")
     if (more := len(shown) - FAILURES_SHOWN) > 0:
-        shown[FAILURES_SHOWN:] = [f"and {more} more reasons; `tunegen show trials --state ...` has them all"]
+        shown[FAILURES_SHOWN:] = [f"and {more} more reasons; `{show}` has them all"]
     for state, why in NOT_TIMED.items():
         if passed_over := len({_candidate(t) for t in failed if t.state is state}):
             shown.append(f"{state.value}: {passed_over} candidates were not timed, since {why}")
