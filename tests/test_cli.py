@@ -531,8 +531,15 @@ def test_show_fits_a_terminal(db, what):
 
 
 def test_show_says_when_nothing_matches(db):
-    assert output("show", "--hidden", 64, "--db", db).strip() == f"no winners match in {db}"
     assert json.loads(output("show", "--hidden", 64, "--json", "--db", db)) == []
+    told = f"no winners match in {db}; it holds 2 others; all 4 candidates, failed ones too: "
+    assert output("show", "--hidden", 64, "--db", db).strip() == f"{told}`tunegen show trials --db {db}`"
+    assert output("show", "trials", "--hidden", 64, "--db", db).strip() == f"no trials match in {db}; it holds 4 others"
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("DELETE FROM samples")
+        connection.execute("DELETE FROM trials")
+        connection.commit()
+    assert output("show", "--db", db).strip() == f"no winners match in {db}"
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["show", "trials"], ["show", "--json"]])
@@ -645,6 +652,13 @@ NEVER = {
 def test_render_says_what_is_never_launched_and_why(tmp_path, command):
     _, origin = rendered(*command.split(), "--hidden", 4096, "--db", tmp_path / "none.db")
     assert origin.endswith(f" (as given; never launched here: {NEVER[command]})")
+
+
+def test_render_says_for_what_where_no_gpu_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = ("render", "forward", "--hidden", 64, "--db", tmp_path / "no.db")
+    assert output(*command).splitlines()[0].endswith("(built-in default on NVIDIA H200; no GPU here, so for sm_90)")
+    assert output(*command, "--arch", "sm_90").splitlines()[0].endswith("(built-in default on NVIDIA H200)")
 
 
 def test_render_says_what_is_never_launched_on_another_gpu(tmp_path):

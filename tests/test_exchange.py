@@ -296,6 +296,11 @@ def test_file_that_is_no_text_or_not_there_is_refused(tmp_path):
     assert "cannot read" in refused(tmp_path, tmp_path / "x.db")
 
 
+def test_a_database_is_told_from_a_file_of_its_results(source, tmp_path):
+    told = refused(source, tmp_path / "x.db")
+    assert f"{source} is a database; `tunegen export FILE --db {source}` makes a file of it" in told
+
+
 def test_file_of_an_older_schema_gets_the_defaults_of_later_columns(source, tmp_path):
     file, copy = exported(source), tmp_path / "copy.db"
     rows = [json.loads(line) for line in file.read_text().splitlines()]

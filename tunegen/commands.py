@@ -199,6 +199,7 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     with Store.read(db) as store:
         check_family(store, filters)
         rows = store.winners(**filters) if what == "winners" else store.trials(**filters)
+        counts = {name: store.rows(f"SELECT count(*) AS n FROM {name}", {})[0]["n"] for name in ("winners", "trials")}
     if console is None:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -207,13 +208,21 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
         told = f"they also use what was tuned under fastest, less what theirs forbids: `{explain}` says what answers"
         click.echo(f"TUNEGEN_POLICY is {policy}, which calls are under; {told}.", err=True)
     if not rows:
-        console.print(f"no {what} match in {db}", soft_wrap=True)
+        console.print(_no_rows(what, db, counts), soft_wrap=True)
         return
     cells = [_cells(row) for row in rows]
     for name, usual in USUAL.items():
         if all(one[name] == (usual or one["dtype"]) for one in cells):
             cells = [{key: text for key, text in one.items() if key != name} for one in cells]
     console.print(report.stored_table(cells, console.width))
+
+
+def _no_rows(what: str, db: Path, counts: Mapping[str, int]) -> str:
+    """What to say where no rows match, of those that are there."""
+    others = f"; it holds {counts[what]} others" if counts[what] else ""
+    trials = paths.on_database("tunegen show trials", db)
+    more = f"; all {counts['trials']} candidates, failed ones too: `{trials}`" if counts["trials"] > 0 else ""
+    return f"no {what} match in {db}{others}{more if what == 'winners' else ''}"
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
