@@ -135,6 +135,12 @@ def below_a_file(folder):
     return folder / "file" / "tune.db", f"tune.db: {folder / 'file'} is no folder"
 
 
+def in_a_folder_below_a_file(folder):
+    """It cannot be made, and nothing says that it is."""
+    (folder / "file").touch()
+    return folder / "file" / "new" / "tune.db", "Not a directory"
+
+
 def no_database(folder):
     (folder / "notes.txt").write_text("not for you " * 100)
     return folder / "notes.txt", "not a database"
@@ -147,7 +153,7 @@ def of_another_program(folder):
     return folder / "other.db", "another program's database"
 
 
-@pytest.mark.parametrize("place", [a_folder, below_a_file, no_database, of_another_program])
+@pytest.mark.parametrize("place", [a_folder, below_a_file, in_a_folder_below_a_file, no_database, of_another_program])
 def test_database_that_cannot_be_written_is_refused_and_left_alone(tmp_path, place):
     path, words = place(tmp_path)
     before = path.read_bytes() if path.is_file() else None
@@ -302,8 +308,11 @@ def test_sweep_of_the_other_op_is_told_apart(tmp_path):
         found = {(row["direction"], row["sum_in_fp32"]) for row in store.winners(kind="estimated")}
         assert found == {("forward", 0), ("forward", 1), ("backward", 0)}
         assert store.winners(op="rms_norm") == []
-    text = output("show", "--op", "add_rms_norm", "--db", path)
-    assert "add_rms_norm, sum in fp32" in text
+    shown = columns(output("show", "--op", "add_rms_norm", "--db", path))
+    assert {(row["direction"], row["op"], row["sum in fp32"]) for row in shown} == {
+        *(("forward", "add_rms_norm", more) for more in ("", "yes")),
+        ("backward", "add_rms_norm", ""),
+    }
     assert "no winners match" in output("show", "--op", "rms_norm", "--db", path)
 
 
@@ -532,9 +541,9 @@ def test_show_fits_a_terminal(db, what):
 
 def test_show_says_when_nothing_matches(db):
     assert json.loads(output("show", "--hidden", 64, "--json", "--db", db)) == []
-    told = f"no winners match in {db}; it holds 2 others; all 4 candidates, failed ones too: "
+    told = f"no winners match in {db}; others there: 2; every candidate, failed ones too: "
     assert output("show", "--hidden", 64, "--db", db).strip() == f"{told}`tunegen show trials --db {db}`"
-    assert output("show", "trials", "--hidden", 64, "--db", db).strip() == f"no trials match in {db}; it holds 4 others"
+    assert output("show", "trials", "--hidden", 64, "--db", db).strip() == f"no trials match in {db}; others there: 4"
     with closing(sqlite3.connect(db)) as connection:
         connection.execute("DELETE FROM samples")
         connection.execute("DELETE FROM trials")

@@ -375,7 +375,7 @@ def test_unknown_family_is_refused_with_those_that_are_known(source, tmp_path):
 def test_packed_file_holds_the_same_in_the_same_bytes(source, tmp_path):
     file, copy = tmp_path / "results.jsonl.xz", tmp_path / "copy.db"
     told = output("export", file, "--db", source)
-    assert told == f"{file}: 21 trials; sweeps: 3, kinds of GPU: 2\n"
+    assert told == f"{file}: trials: 21, sweeps: 3, kinds of GPU: 2\n"
     first = file.read_bytes()
     assert lzma.decompress(first, lzma.FORMAT_XZ) == exported(source).read_bytes()
     output("export", file, "--db", source)

@@ -50,8 +50,9 @@ def run_sweep(
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     began = time.monotonic()
-    _told_first(console, options["db"], target)
+    folder = new_folder(options["db"])
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
+        _told_first(console, folder, target)
         try:
             if target is not None:
                 trials = sweep_target(store, problems, target, seed, progress, arguments, early and early.pool)
@@ -74,10 +75,10 @@ def run_sweep(
     _end(found, progress.failures, seconds, console, options)
 
 
-def _told_first(console: Console, db: Path, target: Silicon | None) -> None:
-    """Print what someone may not expect of the sweep that begins."""
-    if told := new_folder(db):
-        console.print(told, soft_wrap=True)
+def _told_first(console: Console, folder: str, target: Silicon | None) -> None:
+    """Print what someone may not expect of the sweep that begins; `folder` is what `new_folder` says."""
+    if folder:
+        console.print(folder, soft_wrap=True)
     given = click.get_current_context().get_parameter_source("budget")
     if target is not None and given is ParameterSource.COMMANDLINE:
         console.print("--budget counts on a GPU; all candidates are compiled", soft_wrap=True)
@@ -219,9 +220,9 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
 
 def _no_rows(what: str, db: Path, counts: Mapping[str, int]) -> str:
     """What to say where no rows match, of those that are there."""
-    others = f"; it holds {counts[what]} others" if counts[what] else ""
+    others = f"; others there: {counts[what]}" if counts[what] else ""
     trials = paths.on_database("tunegen show trials", db)
-    more = f"; all {counts['trials']} candidates, failed ones too: `{trials}`" if counts["trials"] > 0 else ""
+    more = f"; every candidate, failed ones too: `{trials}`" if counts["trials"] > 0 else ""
     return f"no {what} match in {db}{others}{more if what == 'winners' else ''}"
 
 

@@ -45,7 +45,7 @@ def export_command(file: Path | None, defaults: bool, arch: str | None, db: Path
         counts = export(store, file, filters)
     if told:
         click.echo(told, err=True)
-    click.echo(f"{file}: {counts['trial']} trials; sweeps: {counts['sweep']}, kinds of GPU: {counts['silicon']}")
+    click.echo(f"{file}: trials: {counts['trial']}, sweeps: {counts['sweep']}, kinds of GPU: {counts['silicon']}")
 
 
 def _defaults(store: Store, arch: str | None, filters: dict[str, Any]) -> str:
