@@ -1,4 +1,4 @@
-"""The command line: bad input, sweeps without a GPU, and what show, render and families print."""
+"""The command line: bad input, sweeps without a GPU, and what show and render print."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tunegen.dispatch import triton_minor
 from tunegen.errors import TunegenError
 from tunegen.exported import Exported
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
-from tunegen.ops import OPS, op_spec
+from tunegen.ops import op_spec
 from tunegen.render import combined_digest, render
 from tunegen.space import load_space
 from tunegen.store import Store
@@ -132,7 +132,13 @@ def a_folder(folder):
 
 def below_a_file(folder):
     (folder / "file").touch()
-    return folder / "file" / "tune.db", "cannot make"
+    return folder / "file" / "tune.db", f"tune.db: {folder / 'file'} is no folder"
+
+
+def in_a_folder_below_a_file(folder):
+    """It cannot be made, and nothing says that it is."""
+    (folder / "file").touch()
+    return folder / "file" / "new" / "tune.db", "Not a directory"
 
 
 def no_database(folder):
@@ -147,7 +153,7 @@ def of_another_program(folder):
     return folder / "other.db", "another program's database"
 
 
-@pytest.mark.parametrize("place", [a_folder, below_a_file, no_database, of_another_program])
+@pytest.mark.parametrize("place", [a_folder, below_a_file, in_a_folder_below_a_file, no_database, of_another_program])
 def test_database_that_cannot_be_written_is_refused_and_left_alone(tmp_path, place):
     path, words = place(tmp_path)
     before = path.read_bytes() if path.is_file() else None
@@ -171,10 +177,9 @@ def test_what_is_no_database_is_refused_and_left_alone_by_readers(tmp_path, comm
 
 
 def test_show_without_a_database_says_how_to_get_one(tmp_path):
-    told = refused("show", "--db", tmp_path / "none.db")
-    assert (
-        f"no database at {tmp_path / 'none.db'}; run `tunegen sweep`, give another with --db, or set TUNEGEN_DB" in told
-    )
+    db = tmp_path / "none.db"
+    told = refused("show", "--db", db)
+    assert f"no database at {db}; run `tunegen sweep --db {db}`, give another with --db, or set TUNEGEN_DB" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -303,8 +308,11 @@ def test_sweep_of_the_other_op_is_told_apart(tmp_path):
         found = {(row["direction"], row["sum_in_fp32"]) for row in store.winners(kind="estimated")}
         assert found == {("forward", 0), ("forward", 1), ("backward", 0)}
         assert store.winners(op="rms_norm") == []
-    text = output("show", "--op", "add_rms_norm", "--db", path)
-    assert "add_rms_norm, sum in fp32" in text
+    shown = columns(output("show", "--op", "add_rms_norm", "--db", path))
+    assert {(row["direction"], row["op"], row["sum in fp32"]) for row in shown} == {
+        *(("forward", "add_rms_norm", more) for more in ("", "yes")),
+        ("backward", "add_rms_norm", ""),
+    }
     assert "no winners match" in output("show", "--op", "rms_norm", "--db", path)
 
 
@@ -393,7 +401,7 @@ def test_plain_text_in_ci_even_where_colour_is_forced(monkeypatch):
     assert not cli.console_for().is_terminal
 
 
-# Show, render, families
+# Show, render
 
 
 def winner():
@@ -439,7 +447,48 @@ def test_show_prints_winners_one_a_line(db):
         assert f" {text} " in backward
     for text in ("forward", "two_pass", "estimated", "31.500"):
         assert f" {text} " in forward
+    assert forward.strip().endswith(f" compiled for sm_90 ({H200.name})"), "an estimate: no such GPU was there"
+    assert "compiled for" not in backward
     assert "of half a sweep" not in head
+    assert not {"op", "weight", "casting", "policy", "contract"}.intersection(head.split()), "all rows have the usual"
+
+
+def columns(text):
+    """The rows of a table as printed, by column."""
+    head, *rows = [line.rstrip() for line in text.splitlines() if line.strip(" \u2500")]
+    names = re.split(r" {2,}", head.strip())
+    starts = [head.index(f" {name}") for name in names]
+    return [
+        dict(zip(names, [r[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)], strict=True))
+        for r in rows
+    ]
+
+
+def test_show_says_in_the_words_of_the_options_what_a_problem_is(db):
+    """A column for what differs anywhere, with the value of each row."""
+    odd = replace(FORWARD, op="add_rms_norm", casting="llama", offset=True, sum_in_fp32=True, policy="deterministic")
+    frozen = replace(BACKWARD, weight_grad=False, weight_dtype="fp32")
+    bare = replace(FORWARD, weight_dtype=None, rows=1)
+    config = Config.of("two_pass", {"CHUNK": 1024, "num_warps": 4})
+    with Store.open(db) as store:
+        sweep = store.begin_sweep(H200, {}, {}, 0)
+        trials = [Trial(p, config, TrialState.OK, measurement=measurement(9.0)) for p in (odd, frozen, bare)]
+        store.add_all(sweep, trials, PROTOCOL, triton_minor(), "2.14")
+    names = ("op", "weight", "casting", "offset", "sum in fp32", "dx only", "policy")
+    found = [tuple(row[name] for name in names) for row in columns(output("show", "trials", "--db", db))]
+    usual = ("rms_norm", "bf16", "fp32", "", "", "", "fastest")
+    assert found[:4] == [usual] * 4
+    assert found[4:] == [
+        ("add_rms_norm", "bf16", "llama", "yes", "yes", "", "deterministic"),
+        ("rms_norm", "fp32", "fp32", "", "", "yes", "fastest"),
+        ("rms_norm", "none", "fp32", "", "", "", "fastest"),
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    show_rows("trials", db, console, {"op": "add_rms_norm"})
+    told = " ".join(console.file.getvalue().split())
+    assert f"{config.label()}, op add_rms_norm, casting llama, policy deterministic, offset, sum in fp32, " in told
+    (row,) = json.loads(output("show", "--op", "add_rms_norm", "--json", "--db", db))
+    assert (row["op"], row["casting"], row["silicon"]) == ("add_rms_norm", "llama", H200.name)
 
 
 def test_show_marks_the_winner_of_half_a_sweep(db):
@@ -491,8 +540,15 @@ def test_show_fits_a_terminal(db, what):
 
 
 def test_show_says_when_nothing_matches(db):
-    assert output("show", "--hidden", 64, "--db", db).strip() == f"no winners match in {db}"
     assert json.loads(output("show", "--hidden", 64, "--json", "--db", db)) == []
+    told = f"no winners match in {db}; others there: 2; every candidate, failed ones too: "
+    assert output("show", "--hidden", 64, "--db", db).strip() == f"{told}`tunegen show trials --db {db}`"
+    assert output("show", "trials", "--hidden", 64, "--db", db).strip() == f"no trials match in {db}; others there: 4"
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("DELETE FROM samples")
+        connection.execute("DELETE FROM trials")
+        connection.commit()
+    assert output("show", "--db", db).strip() == f"no winners match in {db}"
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["show", "trials"], ["show", "--json"]])
@@ -607,6 +663,13 @@ def test_render_says_what_is_never_launched_and_why(tmp_path, command):
     assert origin.endswith(f" (as given; never launched here: {NEVER[command]})")
 
 
+def test_render_says_for_what_where_no_gpu_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = ("render", "forward", "--hidden", 64, "--db", tmp_path / "no.db")
+    assert output(*command).splitlines()[0].endswith("(built-in default on NVIDIA H200; no GPU here, so for sm_90)")
+    assert output(*command, "--arch", "sm_90").splitlines()[0].endswith("(built-in default on NVIDIA H200)")
+
+
 def test_render_says_what_is_never_launched_on_another_gpu(tmp_path):
     config = ["ROWS=1", "STAGES=4", "PROGRAMS_PER_SM=2", "num_warps=16"]
     command = ["forward", "persistent", *config, "--hidden", 16384, "--rows", 16384, "--db", tmp_path / "none.db"]
@@ -683,33 +746,6 @@ def test_render_where_torch_wins_asks_for_a_family(db):
     connection.close()
     told = refused("render", "backward", "--hidden", 4096, "--rows", 16384, "--arch", "sm_90", "--db", db)
     assert re.search(r"torch's own op \(measured at 16384 rows on .*, trial 2\)\); name a family", told)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_families_lists_all_with_their_parameters(op):
-    members = load_space(op).members
-    found = json.loads(output("families", "--op", op, "--json"))
-    assert [(f["direction"], f["family"], f["baseline"]) for f in found] == [
-        (*k, m.baseline) for k, m in members.items()
-    ]
-    assert [list(f["parameters"]) for f in found] == [list(m.parameters) for m in members.values()]
-    text = output("families", "--op", op)
-    for family in members.values():
-        assert family.about in text
-        assert all(f" {name}: " in text for name in family.parameters)
-    assert text.count("(baseline)") == sum(family.baseline for family in members.values())
-
-
-def test_families_names_choices_and_rules(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "PACKAGE", make_resources(tmp_path / "package"))
-    space = tmp_path / "package" / "search_spaces" / "rms_norm.yaml"
-    space.write_text(space.read_text().replace("      ROWS: [1, 2, 4, 8]\n", '      ROWS: [1, 2]\n      B: "=2*N"\n'))
-    assert [line.strip() for line in output("families").splitlines()][:4] == [
-        "forward  tile                  twenty candidates",
-        "ROWS: 1, 2",
-        "num_warps: 1, 2, 4, 8, 16",
-        "B: =2*N",
-    ]
 
 
 def test_bytes_that_are_no_text_are_one_line(tmp_path, db):
@@ -802,3 +838,41 @@ def test_a_folder_that_is_made_is_told_of(tmp_path, monkeypatch, command):
     assert told in run(*command).output.splitlines()
     assert folder.is_dir()
     assert told not in run(*command).output
+
+
+# Commands that messages suggest
+
+
+SUGGESTED = {
+    "explain --hidden 64 --rows 4 --arch sm_80 --direction forward": (
+        "tunegen sweep --hidden 64 --rows 4 --direction forward"
+    ),
+    "export --defaults": "`tunegen sweep`",
+    "export --hidden 999 out.jsonl": "`tunegen show trials`",
+    "show": "`tunegen explain`",
+}
+
+
+@pytest.mark.parametrize("command", SUGGESTED)
+def test_a_command_that_is_suggested_is_of_the_same_database(db, tmp_path, monkeypatch, command):
+    """With --db where that was given, and without where the environment names the database."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TUNEGEN_POLICY", "deterministic" if command == "show" else "")
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trials SET stage = 'screen'")
+        connection.commit()
+    given, quoted = tmp_path / "my results.db", f"--db '{tmp_path / 'my results.db'}'"
+    db.rename(given)
+    end = "`" if SUGGESTED[command].endswith("`") else ""
+    assert f"{SUGGESTED[command].removesuffix('`')} {quoted}{end}" in run(*shlex.split(command), "--db", given).output
+    monkeypatch.setenv("TUNEGEN_DB", str(given))
+    told = run(*shlex.split(command)).output
+    assert SUGGESTED[command] in told
+    assert "--db" not in told
+
+
+def test_a_sweep_that_updates_an_older_database_is_of_that_one(db):
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("DELETE FROM _sqlite_migrations WHERE id = (SELECT max(id) FROM _sqlite_migrations)")
+        connection.commit()
+    assert f"{db} is of an older tunegen; update: `tunegen sweep --db {db}`" in refused("show", "--db", db)

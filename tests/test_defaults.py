@@ -213,7 +213,7 @@ def test_where_only_estimates_are_it_says_what_finals_are_and_how_to_get_them(db
     keep(db, *estimated)
     told = refused("--defaults", "--db", db)
     assert "of rms_norm bf16 on any GPU, but 2 estimates; finals are the times of the last round of a sweep" in told
-    assert "run `tunegen sweep` there, or `tunegen import` what it measured" in told
+    assert f"run `tunegen sweep --db {db}` there, or `tunegen import FILE --db {db}` with what it measured" in told
     assert "on sm_80; finals are" in refused("--defaults", "--arch", "sm_80", "--db", db)
 
 

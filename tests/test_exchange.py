@@ -296,6 +296,11 @@ def test_file_that_is_no_text_or_not_there_is_refused(tmp_path):
     assert "cannot read" in refused(tmp_path, tmp_path / "x.db")
 
 
+def test_a_database_is_told_from_a_file_of_its_results(source, tmp_path):
+    told = refused(source, tmp_path / "x.db")
+    assert f"{source} is a database; `tunegen export FILE --db {source}` makes a file of it" in told
+
+
 def test_file_of_an_older_schema_gets_the_defaults_of_later_columns(source, tmp_path):
     file, copy = exported(source), tmp_path / "copy.db"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -323,10 +328,10 @@ def test_import_that_fails_half_way_leaves_the_database_as_it_was(source, tmp_pa
 
 
 def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
-    result = run("export", tmp_path / "no" / "x.jsonl", "--db", source)
-    assert result.exit_code == 2
-    assert f"there is no folder {tmp_path / 'no'}; make it, or choose another file" in result.stderr
     (tmp_path / "taken.jsonl").mkdir()
+    (tmp_path / "file").touch()
+    result = run("export", tmp_path / "file" / "x.jsonl", "--db", source)
+    assert f"x.jsonl: {tmp_path / 'file'} is no folder; choose another file" in result.stderr
     result = run("export", tmp_path / "taken.jsonl", "--db", source)
     assert f"cannot write {tmp_path / 'taken.jsonl'}: Is a directory; choose another file" in result.stderr
     assert "no database at" in run("export", tmp_path / "x.jsonl", "--db", tmp_path / "none.db").stderr
@@ -340,13 +345,23 @@ def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
+def test_export_makes_the_folder_that_it_names_and_says_so(source, tmp_path):
+    file = tmp_path / "new" / "folder" / "x.jsonl"
+    assert run("export", file, "--db", source, "--hidden", 999).exit_code == 2
+    assert not file.parent.parent.exists(), "nothing is made for nothing"
+    result = run("export", file, "--db", source)
+    assert (result.exit_code, result.stderr) == (0, f"new folder for the file: {file.parent}\n")
+    assert file.is_file()
+    assert run("export", file, "--db", source).stderr == ""
+
+
 @pytest.mark.parametrize("filters", [["--hidden", 999], ["--family", "two_pass"]])
 def test_what_matches_nothing_is_refused_and_leaves_the_file_as_it_was(source, filters):
     file = exported(source)
     before = file.read_bytes()
     result = run("export", file, "--db", source, *filters)
     assert result.exit_code == 2
-    assert f"no trials match in {source}: {file} is not written" in result.stderr
+    assert f"no trials match in {source}: {file} is not written; `tunegen show trials --db {source}`" in result.stderr
     assert file.read_bytes() == before
 
 
@@ -360,7 +375,7 @@ def test_unknown_family_is_refused_with_those_that_are_known(source, tmp_path):
 def test_packed_file_holds_the_same_in_the_same_bytes(source, tmp_path):
     file, copy = tmp_path / "results.jsonl.xz", tmp_path / "copy.db"
     told = output("export", file, "--db", source)
-    assert told == f"{file}: 21 trials; sweeps: 3, GPUs: 2\n"
+    assert told == f"{file}: trials: 21, sweeps: 3, kinds of GPU: 2\n"
     first = file.read_bytes()
     assert lzma.decompress(first, lzma.FORMAT_XZ) == exported(source).read_bytes()
     output("export", file, "--db", source)

@@ -117,6 +117,7 @@ def test_missing_database_is_the_default(tmp_path):
     found = explain_problem(tmp_path / "no.db", PROBLEM, H200)
     assert found.answer == DEFAULT.label()
     assert f"1024 rows (no database at {tmp_path / 'no.db'}): " in found.remedy
+    assert found.remedy.endswith(f" --direction backward --db {tmp_path / 'no.db'}")
 
 
 OTHER_CHIP = of_arch("sm_80")
@@ -254,7 +255,7 @@ def test_sweep_that_is_advised_is_of_the_problem(tmp_path):
     odd = replace(PROBLEM, x_dtype="fp16", weight_dtype="fp32", casting="llama", offset=True, weight_grad=False)
     assert explain_problem(tmp_path / "no.db", odd, H200).remedy.partition("tunegen sweep ")[2] == (
         "--hidden 4096 --rows 1024 --direction backward --dtype fp16 --weight-dtype fp32 --casting llama --offset "
-        "--frozen-weight"
+        f"--frozen-weight --db {tmp_path / 'no.db'}"
     )
 
 

@@ -134,7 +134,7 @@ def test_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     done = gate("--out", str(tmp_path / "file"))
     assert done.exit_code == 2
-    assert "give --out another folder" in done.output
+    assert f"{tmp_path / 'file'} is no folder; give --out another folder" in done.output
     assert "gate 1" not in done.output
 
 

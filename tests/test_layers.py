@@ -39,7 +39,7 @@ LAYERS = {
         "gates gates.checks gates.double gates.bf16 gates.stream gates.model gates.eager gates.training gates.curves "
         "gates.plot gates.run gates.record gates.command"
     ),
-    "edge": "cli_options commands single rendered exchange cli",
+    "edge": "cli_options commands single rendered exchange families cli",
     "package": "__main__ tunegen",
 }
 ORDER = [module for row in LAYERS.values() for module in row.split()]
@@ -63,7 +63,7 @@ HEAVY = {
     "sqlite_utils": "migrations store",
     "optuna": "sampler",
     "sqlite3": "lookup records liveness store importing",
-    "click": "cli cli_options commands single exchange gates.command",
+    "click": "cli cli_options commands single exchange families gates.command",
     "rich": "cli_options commands single progress report gates.command",
     "triton": "gate_kernels",
     "transformers": "",

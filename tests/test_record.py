@@ -211,12 +211,18 @@ def test_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 
 def test_unwritable_place_is_named_and_nothing_is_left(tmp_path):
-    with pytest.raises(RecordingError, match=r"no/such/step\.json: there is no folder .*no/such; make it"):
-        RECORDING.save(tmp_path / "no/such/step.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordingError, match=r"cannot write .*file/step\.json: .*/file is no folder; choose another"):
+        RECORDING.save(tmp_path / "file/step.json")
     (tmp_path / "folder").mkdir()
     with pytest.raises(RecordingError, match="folder"):
         RECORDING.save(tmp_path / "folder")
-    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_folder_that_is_named_is_made(tmp_path):
+    RECORDING.save(tmp_path / "new/folder/step.json")
+    assert load_recording(tmp_path / "new/folder/step.json") == RECORDING
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_each_reason_is_listed_once_with_its_candidates():
     other = failed(TILES[2], TrialState.TIMEOUT, "no answer within 60 s")
     backward = failed(TILES[1], problem=Problem("rms_norm", "backward", 4096, 4))
     trials = [failed(TILES[0]), again, failed(TILES[1]), other, backward]
-    assert report.failure_lines(trials) == [
+    assert report.failure_lines(trials, "") == [
         f"compile: forward {TILES[0].label()} and 2 more: too large",
         f"timeout: forward {TILES[2].label()}: no answer within 60 s",
     ]
@@ -235,22 +235,22 @@ def test_each_reason_is_listed_once_with_its_candidates():
 def test_long_lists_are_cut_and_say_so():
     trials = [failed(config, reason=f"reason {i}") for i, config in enumerate(TILES)]
     many = [*trials, *(failed(TILES[0], reason=f"another {i}") for i in range(5))]
-    found = report.failure_lines(many)
+    found = report.failure_lines(many, "tunegen show trials --db x.db")
     assert len(found) == report.FAILURES_SHOWN + 1
-    assert found[-1].startswith("and 5 more reasons; `tunegen show trials --state")
+    assert found[-1] == "and 5 more reasons; `tunegen show trials --db x.db` has them all"
     assert len(report.failures_as_json(many)) == 25
 
 
 def test_candidates_that_spill_are_counted_only():
     spilling = [failed(c, TrialState.CONSTRAINT, f"spills {i}") for i, c in enumerate(TILES[:3])]
-    found = report.failure_lines([*spilling, replace(spilling[0], problem=FEW)])
+    found = report.failure_lines([*spilling, replace(spilling[0], problem=FEW)], "")
     assert len(found) == 1
     assert found[0].startswith("constraint: 3 candidates")
     assert report.failures_as_json(spilling) == []
 
 
 def test_no_failures_no_lines():
-    assert report.failure_lines([]) == []
+    assert report.failure_lines([], "") == []
 
 
 # Progress

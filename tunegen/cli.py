@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,10 @@ from .cli_options import (
 from .early import started_early, stop_in_order
 from .errors import TunegenError
 from .exchange import export_command, import_command
-from .expressions import Rule
+from .families import families_command
 from .model import CASTINGS, DIRECTIONS, Problem
 from .ops import OPS
 from .processes import interrupts_held
-from .space import load_space
 
 DEFAULT_ROWS = (1, 64, 1024, 4096, 16384)
 
@@ -237,33 +235,6 @@ def explain(direction: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
 
 @main.command()
-@op_option
-@json_option
-def families(op: str, as_json: bool) -> None:
-    """The algorithms that compete, with their parameters."""
-    rows: list[dict[str, Any]] = [
-        {
-            "direction": direction,
-            "family": name,
-            "about": family.about,
-            "baseline": family.baseline,
-            "parameters": {
-                key: f"={domain.expression.text}" if isinstance(domain, Rule) else list(domain)
-                for key, domain in family.parameters.items()
-            },
-        }
-        for (direction, name), family in load_space(op).members.items()
-    ]
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        click.echo(f"{row['direction']:9}{row['family']:22}{row['about']}{' (baseline)' if row['baseline'] else ''}")
-        for name, choices in row["parameters"].items():
-            click.echo(f"{'':31}{name}: {choices if isinstance(choices, str) else ', '.join(map(str, choices))}")
-
-
-@main.command()
 @click.option(
     "--steps", type=click.IntRange(100, 10**6), default=500, show_default=True, help="In each of five training runs."
 )
@@ -292,6 +263,7 @@ def gate(ctx: click.Context, /, **options: Any) -> None:
 
 main.add_command(export_command)
 main.add_command(import_command)
+main.add_command(families_command)
 
 if __name__ == "__main__":
     main()

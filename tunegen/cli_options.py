@@ -41,10 +41,10 @@ def database(ctx: click.Context, param: click.Parameter, value: str | None) -> P
     return path_of(ctx, param, value or None) or paths.database()
 
 
-def new_folder(db: Path) -> str:
-    """What to say of a database that is made in a folder that is not there, which makes that too; else ""."""
-    folder = db.absolute().parent
-    return "" if folder.exists() else f"new folder for the database: {folder}"
+def new_folder(path: Path, what: str = "the database") -> str:
+    """What to say of a file that is made in a folder that is not there, which makes that too; else ""."""
+    folder = path.absolute().parent
+    return "" if folder.exists() else f"new folder for {what}: {folder}"
 
 
 def numbers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[int]:
@@ -94,11 +94,12 @@ policy_option = click.option(
 frozen_option = click.option("--frozen-weight", is_flag=True, help="Backward without the weight's gradient.")
 
 
-def problem_options(rows: int | None) -> Callable[[Any], Any]:
-    """The options that describe one problem; `rows` is the default of --rows, None if it must be given."""
-    told = {"required": True} if rows is None else {"default": rows, "show_default": True}
+def problem_options(rows: int | None, *, required: bool = True) -> Callable[[Any], Any]:
+    """The options that describe one problem; `rows` is the default of --rows, None if it must be given. Where no
+    problem is `required`, --hidden and --rows may be None."""
+    told = {"required": required} if rows is None else {"default": rows, "show_default": True}
     options = (
-        click.option("--hidden", type=size, required=True, help="Width N."),
+        click.option("--hidden", type=size, required=required, help="Width N."),
         click.option("--rows", type=size, help="Row count M.", **told),
         click.option("--dtype", type=dtypes, default="bf16", show_default=True, help="Of x."),
         weight_option,

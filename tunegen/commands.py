@@ -19,7 +19,8 @@ from .early import Early
 from .errors import TunegenError
 from .evaluate import COMPILED
 from .fleet import sweep_gpus
-from .model import TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
+from .model import RMS_NORM, TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
+from .policies import FASTEST
 from .progress import SweepProgress
 from .records import problem_of
 from .silicon import kind_of
@@ -28,6 +29,9 @@ from .sweep import SweepResult, sweep_gpu, together
 from .sweep_target import sweep_target
 from .ties import winner
 from .worker import Worker
+
+USUAL = {"op": RMS_NORM, "weight": "", "casting": "fp32", "policy": FASTEST}
+"""Columns that are not shown where all rows have this; of the weight that is x's dtype."""
 
 
 def run_sweep(
@@ -46,8 +50,9 @@ def run_sweep(
     if paths.interpreted():
         raise TunegenError("TRITON_INTERPRET is set: kernels cannot be compiled in this process; unset it to sweep")
     began = time.monotonic()
-    _told_first(console, options["db"], target)
+    folder = new_folder(options["db"])
     with Store.open(options["db"]) as store, SweepProgress(console) as progress:
+        _told_first(console, folder, target)
         try:
             if target is not None:
                 trials = sweep_target(store, problems, target, seed, progress, arguments, early and early.pool)
@@ -70,10 +75,10 @@ def run_sweep(
     _end(found, progress.failures, seconds, console, options)
 
 
-def _told_first(console: Console, db: Path, target: Silicon | None) -> None:
-    """Print what someone may not expect of the sweep that begins."""
-    if told := new_folder(db):
-        console.print(told, soft_wrap=True)
+def _told_first(console: Console, folder: str, target: Silicon | None) -> None:
+    """Print what someone may not expect of the sweep that begins; `folder` is what `new_folder` says."""
+    if folder:
+        console.print(folder, soft_wrap=True)
     given = click.get_current_context().get_parameter_source("budget")
     if target is not None and given is ParameterSource.COMMANDLINE:
         console.print("--budget counts on a GPU; all candidates are compiled", soft_wrap=True)
@@ -96,7 +101,8 @@ def _end(
     options: dict[str, Any],
 ) -> None:
     """What failed, the summary and where it is all kept; or all of it as JSON."""
-    for line in report.failure_lines(failures):
+    show = paths.on_database("tunegen show trials --state ...", options["db"])
+    for line in report.failure_lines(failures, show):
         console.print(line, soft_wrap=True)
     database = str(options["db"].absolute())
     if options["as_json"]:
@@ -194,16 +200,30 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     with Store.read(db) as store:
         check_family(store, filters)
         rows = store.winners(**filters) if what == "winners" else store.trials(**filters)
+        counts = {name: store.rows(f"SELECT count(*) AS n FROM {name}", {})[0]["n"] for name in ("winners", "trials")}
     if console is None:
         click.echo(json.dumps(rows, indent=2))
         return
     if (policy := paths.policy()) and "policy" not in filters:
-        told = "they also use what was tuned under fastest, less what theirs forbids: tunegen explain says what answers"
+        explain = paths.on_database("tunegen explain", db)
+        told = f"they also use what was tuned under fastest, less what theirs forbids: `{explain}` says what answers"
         click.echo(f"TUNEGEN_POLICY is {policy}, which calls are under; {told}.", err=True)
     if not rows:
-        console.print(f"no {what} match in {db}", soft_wrap=True)
+        console.print(_no_rows(what, db, counts), soft_wrap=True)
         return
-    console.print(report.stored_table([_cells(row) for row in rows], console.width))
+    cells = [_cells(row) for row in rows]
+    for name, usual in USUAL.items():
+        if all(one[name] == (usual or one["dtype"]) for one in cells):
+            cells = [{key: text for key, text in one.items() if key != name} for one in cells]
+    console.print(report.stored_table(cells, console.width))
+
+
+def _no_rows(what: str, db: Path, counts: Mapping[str, int]) -> str:
+    """What to say where no rows match, of those that are there."""
+    others = f"; others there: {counts[what]}" if counts[what] else ""
+    trials = paths.on_database("tunegen show trials", db)
+    more = f"; every candidate, failed ones too: `{trials}`" if counts["trials"] > 0 else ""
+    return f"no {what} match in {db}{others}{more if what == 'winners' else ''}"
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -218,7 +238,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         **{name: str(row[name]) for name in ("direction", "rows", "hidden")},
         "dtype": row["x_dtype"],
-        "contract": ", ".join(problem.contract()),
+        **_asked(problem),
         "config": config.label() if config else f"{row['family']} {row['parameters']}",
         "kind": row["kind"],
         **numbers,
@@ -226,8 +246,27 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         **half,
         **gain,
         "stale": "yes" if stale else "",
-        "silicon": row["silicon"],
+        "silicon": _silicon(row),
     }
+
+
+def _asked(problem: Problem) -> dict[str, str]:
+    """What a problem is beside its size and the dtype of x, in the words of the options that ask for it."""
+    dx_only = problem.direction == "backward" and not problem.weight_grad
+    marks = {"offset": problem.offset, "sum in fp32": problem.sum_in_fp32, "dx only": dx_only}
+    return {
+        "op": problem.op,
+        "weight": problem.weight_dtype or "none",
+        "casting": problem.casting,
+        **{name: "yes" if marked else "" for name, marked in marks.items()},
+        "policy": problem.policy,
+    }
+
+
+def _silicon(row: Mapping[str, Any]) -> str:
+    """The GPU that a row was measured on; of an estimate that it is a target, since no GPU was there."""
+    compiled = row["kind"] == "estimated" or row["estimate_us"] is not None  # baselines of such a sweep too
+    return f"compiled for sm_{row['capability']} ({row['silicon']})" if compiled else str(row["silicon"])
 
 
 def _config(row: dict[str, Any]) -> Config | None:

@@ -26,6 +26,7 @@ from . import records
 from .errors import ExportError
 from .expressions import Rule
 from .model import DTYPE_BYTES, Config, Problem, Silicon, rows_bucket
+from .paths import on_database
 from .policies import DETERMINISTIC
 from .space import SearchSpace, load_space
 from .store import Store
@@ -108,9 +109,10 @@ def measured(store: Store, space: SearchSpace, arch: str | None, x_dtype: str, f
     if not rows:
         which = " ".join([space.op, x_dtype, *(f"{name} {value}" for name, value in filters.items())])
         there = f", but {estimates} estimate{'s' * (estimates > 1)}" if estimates else ""
+        sweep, load = (on_database(f"tunegen {what}", store.path) for what in ("sweep", "import FILE"))
         raise ExportError(
             f"{store.path} holds no finals of {which} on {arch or 'any GPU'}{there}; finals are the times of the last "
-            "round of a sweep on a GPU: run `tunegen sweep` there, or `tunegen import` what it measured"
+            f"round of a sweep on a GPU: run `{sweep}` there, or `{load}` with what it measured"
         )
     if len(known := sorted({silicon[row["silicon_id"]].arch for row in rows})) > 1:
         raise ExportError(f"{store.path} holds finals on {', '.join(known)}; choose one with --arch")

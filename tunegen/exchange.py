@@ -41,9 +41,11 @@ def export_command(file: Path | None, defaults: bool, arch: str | None, db: Path
             click.echo(_defaults(store, arch, filters), nl=False)
             return
         check_family(store, filters)
+        told = new_folder(file, "the file")
         counts = export(store, file, filters)
-    told = f"{counts['trial']} trials; sweeps: {counts['sweep']}, GPUs: {counts['silicon']}"
-    click.echo(f"{file}: {told}")
+    if told:
+        click.echo(told, err=True)
+    click.echo(f"{file}: trials: {counts['trial']}, sweeps: {counts['sweep']}, kinds of GPU: {counts['silicon']}")
 
 
 def _defaults(store: Store, arch: str | None, filters: dict[str, Any]) -> str:

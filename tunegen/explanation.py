@@ -139,7 +139,7 @@ def _remedy(path: Path, problem: Problem, silicon: Silicon, *, here: bool) -> st
     bucket = problem.rows_bucket
     why = why_uncounted(path, replace(problem, rows=bucket), silicon)
     none = f"no valid measurement within {ROWS_REACH} x of {bucket} rows{f' ({why})' if why else ''}"
-    return f"{none}: {'' if here else f'on an {silicon.name}: '}{_sweep(problem)}"
+    return f"{none}: {'' if here else f'on an {silicon.name}: '}{paths.on_database(_sweep(problem), path)}"
 
 
 def _is_here(silicon: Silicon) -> bool:

@@ -14,6 +14,7 @@ from .errors import ExportError
 from .exporting import FORMAT, SCHEMA, TABLES, Row
 from .migrations import Column, tables
 from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, Config, TrialState
+from .paths import on_database
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "sweep.state": ("running", "finished", "interrupted"),
@@ -84,6 +85,9 @@ def read_export(path: Path) -> Exported:
     except OSError as error:
         raise ExportError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:
+        if _is_database(path):
+            export = on_database("tunegen export FILE", path)
+            raise ExportError(f"{path} is a database; `{export}` makes a file of it that can be imported") from None
         line.wrong("the line", f"no text in UTF-8, here or soon after; {_ADVICE}")
     if header is None:
         raise ExportError(f"{path}:1: record: the file is empty; {_ADVICE}")
@@ -94,6 +98,14 @@ def read_export(path: Path) -> Exported:
 
 
 _ADVICE = "make one with `tunegen export`"
+
+
+def _is_database(path: Path) -> bool:
+    """Whether it begins as files of SQLite do."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
 
 
 def _opened(path: Path) -> TextIO:

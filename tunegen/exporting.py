@@ -16,7 +16,7 @@ from typing import Any
 from . import packed, records
 from .errors import ExportError, StoreError
 from .migrations import STEPS, tables
-from .paths import unwritable, write_whole
+from .paths import obstacle, on_database, write_named
 from .store import Store
 
 FORMAT = 1
@@ -28,17 +28,17 @@ Row = dict[str, Any]
 
 
 def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str, int]:
-    """Write the trials that match, with their GPUs and sweeps, to a file, whole or not at all; returns how many records
-    there are of each kind. A filter names a column of `trials` and the value that it must have.
+    """Write the trials that match, with their GPUs and sweeps, to a file, whole or not at all, in a new folder if need
+    be; returns how many records there are of each kind. A filter names a column of `trials` and the value that it must
+    have.
 
     Raises StoreError for an unknown column or an unreadable database, ExportError where no trials match or the file
     cannot be written.
     """
     found = _numbered(*_read(store, filters))
     if not found["trial"]:
-        raise ExportError(
-            f"no trials match in {store.path}: {path} is not written; `tunegen show trials` lists them all"
-        )
+        show = on_database("tunegen show trials", store.path)
+        raise ExportError(f"no trials match in {store.path}: {path} is not written; `{show}` lists them all")
     counts = {kind: len(rows) for kind, rows in found.items()}
     header = {"record": "header", "format": FORMAT, "schema": SCHEMA, **counts}
     body = [{"record": kind, **row} for kind, rows in found.items() for row in rows]
@@ -48,9 +48,9 @@ def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str,
         raise StoreError(f"{store.path} holds a value that JSON cannot: {error}; delete its row") from error
     data = packed.pack(text.encode(), path) if packed.is_packed(path) else text.encode()
     try:
-        write_whole(path.absolute(), data, 0o644)
+        write_named(path.absolute(), data)
     except OSError as error:
-        raise ExportError(unwritable(path, error)) from error
+        raise ExportError(f"cannot write {path}: {obstacle(error)}; choose another file") from error
     return counts
 
 

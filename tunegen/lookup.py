@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from .model import Problem, Silicon, StoredChoice
 from .once import first
+from .paths import on_database
 from .silicon import FACTS
 
 logger = logging.getLogger("tunegen")
@@ -128,7 +129,8 @@ def _fetch(path: Path, rows: Callable[[sqlite3.Connection], list[tuple[Any, ...]
         if _is_damage(error):
             _set_aside(path, error)
         elif "no such column" in str(error):
-            _warn_once(path, "database %s is of an older tunegen and not used: run `tunegen sweep`", path)
+            sweep = on_database("tunegen sweep", path)
+            _warn_once(path, "database %s is of an older tunegen and not used: run `%s`", path, sweep)
         else:
             _failed_reads += 1
             logger.debug("database %s not used: %s", path, error)

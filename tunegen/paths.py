@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
@@ -55,6 +56,12 @@ def database() -> Path:
     return (PACKAGE.parent / "cache" if in_checkout() else user_cache()) / "tune.db"
 
 
+def on_database(command: str, path: Path) -> str:
+    """A command to be typed, with --db where it would not find the database at `path` by itself."""
+    path = path.absolute()
+    return command if path == database().absolute() else f"{command} --db {shlex.quote(str(path))}"
+
+
 def build_folder() -> Path:
     """`TUNEGEN_BUILD`, else `build` in the user's cache folder: where rendered kernels lie."""
     if value := os.environ.get("TUNEGEN_BUILD"):
@@ -102,11 +109,16 @@ def write_whole(path: Path, text: bytes, mode: int = 0o600) -> None:
         raise
 
 
-def unwritable(path: Path, error: OSError) -> str:
-    """What to say of a file of the caller's that `write_whole` could not write."""
-    if isinstance(error, FileNotFoundError):
-        return f"cannot write {path}: there is no folder {path.parent}; make it, or choose another file"
-    return f"cannot write {path}: {error.strerror}; choose another file"
+def write_named(path: Path, text: bytes) -> None:
+    """Write a file that the caller has named, for all to read, whole or not at all; its folder is made where there is
+    none. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text, 0o644)
+
+
+def obstacle(error: OSError) -> str:
+    """Why a folder or a file in it could not be made, in a few words."""
+    return f"{error.filename} is no folder" if isinstance(error, FileExistsError) else str(error.strerror)
 
 
 def is_private(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from .errors import RecordingError
 from .model import CASTINGS, DIRECTIONS, DTYPE_BYTES, RMS_NORM, Problem
 from .ops import OPS
-from .paths import unwritable, write_whole
+from .paths import obstacle, write_named
 
 FORMAT = 1
 LARGEST = 2**62
@@ -51,13 +51,15 @@ class Recording:
         return dict(found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all. Raises RecordingError where that is impossible."""
+        """Write the file whole or not at all, in a new folder if need be.
+
+        Raises RecordingError where that is impossible."""
         target = _expanded(path)
         text = json.dumps({"format": FORMAT, "model": self.model, "calls": [asdict(c) for c in self.calls]}, indent=1)
         try:
-            write_whole(target, f"{text}\n".encode(), 0o644)
+            write_named(target, f"{text}\n".encode())
         except OSError as error:
-            raise RecordingError(unwritable(target, error)) from error
+            raise RecordingError(f"cannot write {target}: {obstacle(error)}; choose another file") from error
 
     def __str__(self) -> str:
         lines = [f"{sum(c.count for c in self.calls)} norm calls in a step of {self.model}"]

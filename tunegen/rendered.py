@@ -25,10 +25,12 @@ def render_kernel(
     """What is rendered in one line, and the text of its kernel file: `given`, else what would be launched."""
     from .render import rendering
 
-    target = target_of(arch) or silicon.query(0)
+    named = target_of(arch)
+    target = named or silicon.query(0)
     config, origin = _given(problem, *given, db, target) if given else _launched(problem, db, target)
     source = rendering(problem, config, op_spec(problem.op), save_rstd=save_rstd)
-    return f"{problem.label()}: {config.label()} ({origin})", source.text
+    here = f"; no GPU here, so for {target.arch}" if named and arch is None else ""
+    return f"{problem.label()}: {config.label()} ({origin}{here})", source.text
 
 
 def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, target: Silicon) -> tuple[Config, str]:

@@ -21,7 +21,13 @@ from .ties import tie_breakers
 COLUMNS = ("direction", "rows", "hidden", "us", "TB/s", "of copy", "x torch", "x compile", "x default")
 """Of the table, without the winner."""
 
-BELOW = ("config", "contract", "stage", "reason", "of half a sweep", "stale", "silicon")
+NAMED = ("op", "weight", "casting", "policy")
+"""Columns of the database whose values do not say what they are."""
+
+BELOW = (
+    *("config", *NAMED, "offset", "sum in fp32", "dx only"),
+    *("stage", "reason", "of half a sweep", "stale", "silicon"),
+)
 """Columns of the database that go below the others where there is no room beside them."""
 
 LONG_WORD = len("PROGRAMS_PER_SM=1")
@@ -153,8 +159,13 @@ def stored_table(rows: Sequence[Mapping[str, str]], width: int) -> RenderableTyp
         return result
     short = [name for name in shown if name not in BELOW]
     cells = [[row[name] for name in short] for row in rows]
-    labels = [", ".join(name if row[name] == "yes" else row[name] for name in BELOW if row.get(name)) for row in rows]
+    labels = [", ".join(_told(name, row[name]) for name in BELOW if row.get(name)) for row in rows]
     return _stacked(short, cells, labels, _widths(short, cells), width)
+
+
+def _told(name: str, value: str) -> str:
+    """A value where its column has no head."""
+    return name if value == "yes" else f"{name} {value}" if name in NAMED else value
 
 
 def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[int]:
@@ -238,14 +249,15 @@ def time_line(seconds: Mapping[str, float], whole: float, gpus: int = 1) -> str:
     return f"Spent{'' if gpus == 1 else f', on {gpus} GPUs together,'} {shown}."
 
 
-def failure_lines(failed: Sequence[Trial]) -> list[str]:
-    """Every reason once, with the first candidate that it stopped; those of NOT_TIMED are one line each in all."""
+def failure_lines(failed: Sequence[Trial], show: str) -> list[str]:
+    """Every reason once, with the first candidate that it stopped; those of NOT_TIMED are one line each in all. `show`
+    is the command that has the rest."""
     shown = []
     for (state, reason), candidates in _by_reason(failed).items():
         others = f" and {len(candidates) - 1} more" if len(candidates) > 1 else ""
         shown.append(f"{state}: {candidates[0]}{others}: {reason}")
     if (more := len(shown) - FAILURES_SHOWN) > 0:
-        shown[FAILURES_SHOWN:] = [f"and {more} more reasons; `tunegen show trials --state ...` has them all"]
+        shown[FAILURES_SHOWN:] = [f"and {more} more reasons; `{show}` has them all"]
     for state, why in NOT_TIMED.items():
         if passed_over := len({_candidate(t) for t in failed if t.state is state}):
             shown.append(f"{state.value}: {passed_over} candidates were not timed, since {why}")

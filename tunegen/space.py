@@ -34,6 +34,20 @@ def names_of(problem: Problem, silicon: Silicon) -> dict[str, Value]:
     }
 
 
+MEANINGS = {
+    "N": "hidden size",
+    "M": "rows, rounded up to a power of two",
+    "X_BYTES": "bytes of an element of x",
+    "WEIGHT": "whether there is a weight",
+    "WEIGHT_GRAD": "whether the weight's gradient is wanted",
+    "DETERMINISTIC": "whether atomic additions are forbidden, as by --policy deterministic",
+    "SMS": "multiprocessors of the GPU",
+    "CAPABILITY": "the GPU's architecture, 90 for sm_90",
+    "SHARED_LIMIT": "bytes of shared memory that a program may have",
+    "L2_BYTES": "bytes of the GPU's L2 cache",
+    "TRITON": "the release of Triton, 306 for 3.6",
+}
+"""What `names_of` gives, in words."""
 NAMES = frozenset(names_of(Problem("", "", 1, 1), Silicon("", 0, 1, 0, 0, 0, 0)))
 ALWAYS = Rule(Expression("True"), "")
 LAUNCHABLE = Rule(Expression(f"num_warps in {list(WARPS)}"), "")

@@ -23,7 +23,7 @@ from . import records
 from .errors import StoreError
 from .liveness import mark_interrupted, process_identity, refuse_while_swept
 from .model import Problem, Silicon, Trial
-from .paths import ANOTHER_DATABASE
+from .paths import ANOTHER_DATABASE, obstacle, on_database
 from .records import StoredTrial
 
 BUSY_SECONDS = 30
@@ -74,8 +74,8 @@ class Store:
         """
         path = Path(path).expanduser().absolute()
         if not os.path.isfile(path):
-            none = f"no database at {path}; run `tunegen sweep`,"
-            raise StoreError(f"{f'{path} is no plain file;' if os.path.exists(path) else none} {ANOTHER_DATABASE}")
+            none = f"no database at {path}; run `{on_database('tunegen sweep', path)}`, {ANOTHER_DATABASE}"
+            raise StoreError(f"{path} is no plain file; {ANOTHER_DATABASE}" if os.path.exists(path) else none)
         # Where it may be written, SQLite can roll back what a killed writer left; read-only, it would refuse the file.
         writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
         return cls(path, "rw" if writable else "ro")._checked(Store._protect)
@@ -275,7 +275,7 @@ class Store:
 
     def _protect(self) -> None:
         if self._pending():
-            raise StoreError(f"{self.path} was written by an older tunegen; run `tunegen sweep` to bring it up to date")
+            raise StoreError(f"{self.path} is of an older tunegen; update: `{on_database('tunegen sweep', self.path)}`")
         self._connection.execute("PRAGMA query_only = ON")
 
     def _migrate(self) -> None:
@@ -293,7 +293,7 @@ def _check_place(path: Path) -> None:
         if path.exists() and not path.is_file():
             raise StoreError(f"{path} is no plain file; {ANOTHER_DATABASE}")
     except OSError as error:
-        raise StoreError(f"cannot make {path}: {error.strerror}; {ANOTHER_DATABASE}") from error
+        raise StoreError(f"cannot make {path}: {obstacle(error)}; {ANOTHER_DATABASE}") from error
     for place in (path, path.parent):  # the folder too: the journal lies beside the database
         if place.exists() and not os.access(place, os.W_OK):
             raise StoreError(f"{place} may not be written; change its permissions, {ANOTHER_DATABASE}")

@@ -68,7 +68,7 @@ def prepare(folder: Path) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise GateError(f"cannot write into {folder}: {error.strerror}; give --out another folder") from error
+        raise GateError(f"cannot write into {folder}: {paths.obstacle(error)}; give --out another folder") from error
     for name in (RECORD, PICTURE):
         if (folder / name).is_dir():
             raise GateError(f"cannot write {folder / name}: it is a folder; remove it, or give --out another folder")
@@ -86,7 +86,7 @@ def save(folder: Path, outcome: Outcome, record: dict[str, Any]) -> Iterator[Pat
 
 def _write(path: Path, text: bytes) -> Path:
     try:
-        paths.write_whole(path, text, 0o644)
+        paths.write_named(path, text)
         return path.resolve()
     except OSError as error:
         raise GateError(f"cannot write {path}: {error.strerror}; give --out another folder") from error
