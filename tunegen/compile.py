@@ -114,8 +114,8 @@ def aligned(classes: Mapping[str, ArgumentClass]) -> bool:
 
 
 def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
-    """What Triton compiles a kernel with, beside its arguments. Raises CompileError for more programs that are to run at
-    the same time than a multiprocessor has registers for."""
+    """What Triton compiles a kernel with, beside its arguments. Raises CompileError for more programs that are to run
+    at the same time than a multiprocessor has registers for."""
     warps = launch.num_warps or config.num_warps
     options = {**FIXED_OPTIONS, "num_warps": warps, "num_ctas": config.num_ctas}
     if launch.pdl:
@@ -124,8 +124,8 @@ def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
         room = REGISTERS_PER_SM // (32 * warps * launch.together) // 8 * 8  # they are handed out in eights a thread
         if room < FEWEST_REGISTERS:
             raise CompileError(
-                f"{launch.kernel.__name__}: {launch.together} programs of {warps} warps cannot run at the same time on a "
-                f"multiprocessor: {room} registers a thread"
+                f"{launch.kernel.__name__}: {launch.together} programs of {warps} warps cannot run at the same time on "
+                f"a multiprocessor: {room} registers a thread"
             )
         options |= {"launch_cooperative_grid": True, "maxnreg": min(room, REGISTERS_PER_THREAD)}
     return options
