@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -155,6 +156,8 @@ class FakeGpu:
         if fault == "hang in C":
             self.note(f"hang {config.label()}")
             sum(itertools.repeat(0))  # no thread of this process runs any more, nor does a handler of a signal
+        if fault == "waits for another process":
+            self.wait_for_another_process()
         if fault == "illegal address":
             return (TrialState.CRASHED, fault), 0, True
         if fault == "out of memory":
@@ -171,6 +174,11 @@ class FakeGpu:
         for trial in trials:
             if self.faults.get(trial.config.label()) == "exit in finals":
                 os._exit(8)
+        if self.faults.get("finals") == "compiles layouts":  # which the compilers do ahead, and are done with by then
+            templated = {trial.config.label() for trial in trials if trial.config.family == "tile"}
+            end = time.monotonic() + 20
+            while time.monotonic() < end and not templated <= set(self.lines("layouts")):
+                time.sleep(0.02)
         good = [t for t in trials if self.faults.get(t.config.label()) != "wrong in finals"]
         self.note(f"finals {self.opened.label()} " + ", ".join(t.config.label() for t in good))
         return (
@@ -208,6 +216,8 @@ class FakeGpu:
             time.sleep(1)
         if fault == "compiles for ever":
             time.sleep(600)
+        if fault == "waits for another process":
+            self.wait_for_another_process()
         if fault == "out of host memory":
             raise MemoryError
         if fault == "too large":
@@ -217,6 +227,11 @@ class FakeGpu:
             return compile_candidate(problem, config, silicon)
         spilled = {"spills": 64, "spills a little": 8}.get(fault, 0)
         return Resources(32, spilled, 1024, "binary")
+
+    def wait_for_another_process(self) -> None:
+        """As Triton waits for ptxas."""
+        with subprocess.Popen(["sleep", "600"]) as other:
+            self.note(f"started {other.pid}")
 
     def note(self, line: str) -> None:
         with open(self.log, "a") as file:

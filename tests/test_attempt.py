@@ -138,6 +138,14 @@ def test_a_file_named_after_a_family_is_asked_for_what_that_one_lists(tmp_path):
     assert config_of(problem, path, given, H200)["SPLITS"] == 32
 
 
+@pytest.mark.parametrize("name", ["N", "SMS", "ALIGNED"])
+def test_what_a_file_is_told_by_the_problem_cannot_be_given(tmp_path, name):
+    """N was `TypeError: got multiple values for keyword argument 'N'`, and ALIGNED=0 went unnoticed."""
+    given = {"BLOCK_SIZE": 1024, "PROGRAMS_PER_SM": 8, "STAGES": 3, name: 1}
+    with pytest.raises(TunegenError, match=f"say what {name} is; give forward_split_row_meet.py.jinja no value"):
+        config_of(FORWARD, copy_of(tmp_path, "forward_split_row_meet"), given, H200)
+
+
 @pytest.mark.parametrize(
     ("family", "given", "words"),
     [

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,15 @@ def test_gpu_that_does_not_come_up_leaves_the_work_to_the_others(host):
     assert {t.problem for t in result.finals} == set(PROBLEMS)
     (said,) = [text for name, text in host.told.stages if name == "cuda:1" and "left out" in text]
     assert "cuda:1" in said
+
+
+def test_process_that_cannot_be_had_is_said_in_a_sentence(host, monkeypatch):
+    def refused(process):
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(SpawnProcess, "start", refused)
+    with pytest.raises(WorkerError, match=r"the process of cuda:0 cannot be started: .*no more processes"):
+        host.sweep()
 
 
 def test_no_gpu_that_comes_up_is_an_error_with_the_reason(host):

@@ -27,7 +27,7 @@ from tunegen.compile import (
 )
 from tunegen.errors import CompileError
 from tunegen.layouts import rows_of
-from tunegen.model import Config, Problem, Silicon
+from tunegen.model import Config, Launch, Problem, Silicon
 from tunegen.ops import OPS, op_spec
 from tunegen.render import renderings
 from tunegen.silicon import of_arch
@@ -151,6 +151,14 @@ def test_second_kernel_starts_early_where_the_hardware_can(op: str, arch: str, e
 
 
 WAITS = [t for t in TEMPLATES if t.endswith("_meet")]
+
+
+def test_more_programs_than_run_at_the_same_time_are_refused_with_the_reason() -> None:
+    """For 400 programs of two warps ptxas was given 0 registers, and said `Ptx assembly aborted due to errors`."""
+    launch, config = Launch(SimpleNamespace(__name__="waits"), (800,)), Config.of("waits", {"num_warps": 2})
+    assert launch_options(launch._replace(together=32), config)["maxnreg"] == 32
+    with pytest.raises(CompileError, match="waits: 33 programs of 2 warps cannot run at the same time"):
+        launch_options(launch._replace(together=33), config)
 
 
 @pytest.mark.parametrize("template", WAITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +148,22 @@ def test_a_kernel_that_copies_is_told_whether_it_may(direct):
     assert [classes["ALIGNED"] for classes in direct.compiled] == [
         ArgumentClass("constexpr", value=may) for may in (True, True, False, False)
     ]
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(("hidden", "may"), [(256, True), (248, False)])
+def test_what_is_launched_officially_copies_only_what_triton_can_see(monkeypatch, hidden, may):
+    """In a release of Triton that is not on the tested list a row stride of 248 is any number: such copies did not
+    compile."""
+    told = []
+    problem = replace(FORWARD, hidden=hidden)
+    words = {"BLOCK_SIZE": 128, "SPLITS": 2, "STAGES": 3, "PROGRAMS_PER_SM": 1, "num_warps": 1}
+    variant = next(variants(problem, Config.of("split_row_meet", words), CPU, SMS))
+    (kernel,) = [one.kernel for one in variant.plan(problem.rows).launches]
+    monkeypatch.setattr(launch, "launches_directly", lambda: False)
+    monkeypatch.setattr(type(kernel), "__getitem__", lambda *_: lambda **given: told.append(given["ALIGNED"]))
+    variant(problem.rows, arguments_of(problem))
+    assert told == [may]
 
 
 @pytest.mark.compiler

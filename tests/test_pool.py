@@ -12,9 +12,11 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from pickle import PicklingError
 
 import pytest
 from fake_gpu import H200, PROBLEM, TILES, FakeGpu
@@ -105,6 +107,74 @@ def test_process_that_cannot_be_had_has_nothing_against_the_candidate(gpu, monke
     monkeypatch.setattr(SpawnProcess, "start", refused)
     with pool_of(gpu) as pool:
         assert dict(pool.compile(PROBLEM, TILES[:2])) == dict.fromkeys(TILES[:2], last)
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/sleep"], ids=["ends", "says nothing"])
+def test_process_that_does_not_come_up_has_nothing_against_the_candidate(gpu, monkeypatch, tmp_path, program):
+    """For want of memory or threads, say. Of all candidates it was said that the compiler had ended its process."""
+    silent = tmp_path / "python"
+    silent.write_text(f"#!/bin/sh\nexec {program} 600\n")
+    silent.chmod(0o755)
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(silent))
+    monkeypatch.setattr("tunegen.processes.START_SECONDS", 1)
+    reason = "it ended at its start" if program == "/bin/false" else "it says nothing for 1 s at its start"
+    with pool_of(gpu) as pool:
+        found = dict(pool.compile(PROBLEM, TILES[:2]))
+    assert found == dict.fromkeys(TILES[:2], (TrialState.RUNTIME, f"no process to compile in: {reason}"))
+
+
+def test_thread_that_cannot_be_had_has_nothing_against_the_candidate(gpu, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    with pool_of(gpu) as pool:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        (found,) = pool.compile(PROBLEM, TILES[:1])
+    assert found == (TILES[0], (TrialState.RUNTIME, "no process to compile in: can't start new thread"))
+
+
+def test_what_a_compiler_has_started_is_killed_with_it(gpu):
+    """A ptxas that hangs: it went on when the compiler had been killed for it."""
+    gpu.faults = {TILES[0].label(): "waits for another process"}
+    with CompilePool(H200, 1, gpu.compile, deadline=2.0) as pool:
+        assert next(pool.compile(PROBLEM, TILES[:1]))[1][0] is TrialState.TIMEOUT
+        wait_until(lambda: not alive([int(gpu.lines("started")[0])]))
+        pool.begin(PROBLEM, [TILES[0]])
+        pool.begin(replace(PROBLEM, hidden=7), [TILES[0]])
+        wait_until(lambda: len(gpu.lines("started")) == 2)
+    wait_until(lambda: not alive([int(gpu.lines("started")[1])]))
+
+
+class TwoThingsError(Exception):
+    """Cannot be read again once it is written: its constructor takes two arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def raise_two_things(problem, config, silicon):
+    raise TwoThingsError("this", "that")
+
+
+def return_a_function(problem, config, silicon):
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("compile_one", "error", "says"),
+    [
+        (raise_two_things, RuntimeError, "TwoThingsError: this and that"),
+        (return_a_function, (AttributeError, PicklingError), "return_a_function"),
+    ],
+)
+def test_what_cannot_be_sent_is_said_and_ends_no_process(compile_one, error, says):
+    """The first raised in the parent that an argument was missing; of the second a compiler ended."""
+    with CompilePool(H200, 1, compile_one) as pool:
+        with pytest.raises(error, match=says):
+            next(pool.compile(PROBLEM, TILES[:1]))
+        pool.compile_one = start_method
+        assert next(pool.compile(PROBLEM, TILES[1:2]))[1] == (TrialState.COMPILE, "spawn")
 
 
 def test_process_ended_from_outside_is_replaced(gpu):

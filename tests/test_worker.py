@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 
 import pytest
@@ -299,7 +300,7 @@ def test_process_that_cannot_be_killed_is_given_up(gpu, monkeypatch):
         worker.open(PROBLEM)
         worker.start()
         process = worker._process
-        monkeypatch.setattr(process, "kill", lambda: None)
+        monkeypatch.setattr(worker_module, "kill_group", lambda process: None)
         assert worker.screen(TILES[0], SPENT).state is TrialState.TIMEOUT
         assert worker.screen(TILES[1], SPENT).state is TrialState.OK
     assert process.is_alive()
@@ -315,6 +316,30 @@ def test_interrupt_as_the_process_starts_is_an_interrupt(gpu, monkeypatch):
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", interrupted)
     with pytest.raises(KeyboardInterrupt), gpu.worker() as worker:
         worker.start()
+
+
+def test_process_that_cannot_be_had_is_said_in_a_sentence(gpu, monkeypatch):
+    def refused(process):
+        raise BlockingIOError(11, "no more processes")
+
+    with gpu.worker() as worker:
+        monkeypatch.setattr(SpawnProcess, "start", refused)
+        for start in (worker.launch, worker.start):
+            with pytest.raises(WorkerError, match=r"cannot be started \(cuda:0\): .*no more processes"):
+                start()
+        worker.prepare()  # may be had later
+        monkeypatch.undo()
+        assert worker.start().silicon == H200
+
+
+def test_what_the_process_has_started_is_killed_with_it(gpu, monkeypatch):
+    monkeypatch.setattr(worker_module, "SCREEN_SECONDS", 2.0)
+    gpu.faults = {TILES[0].label(): "waits for another process"}
+    with gpu.worker() as worker:
+        worker.open(PROBLEM)
+        assert worker.screen(TILES[0], SPENT).state is TrialState.TIMEOUT
+        (other,) = gpu.lines("started")
+        wait_until(lambda: not alive([int(other)]))
 
 
 def test_real_process_ends_quietly_when_its_answer_is_not_read(monkeypatch):

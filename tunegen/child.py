@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .errors import WorkerError, first_line
 from .model import Silicon
-from .processes import follow_parent
+from .processes import follow_parent, lead_group
 
 
 class Answer(NamedTuple):
@@ -42,10 +42,11 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def following(target: Any, *arguments: Any) -> None:
+def following(connection: Connection, target: Any, device: int, seed: int) -> None:
     """Body of every child: `target`, for as long as the parent lives."""
+    lead_group()
     follow_parent()
-    target(*arguments)
+    target(connection, device, seed)
 
 
 def serve_later(connection: Connection, device: int, seed: int) -> None:

@@ -25,6 +25,9 @@ from .toolchain import known_key
 ALIGNED = "ALIGNED"
 """The parameter of kernels that copy into shared memory: whether all that `aligned` asks of their arguments is so."""
 
+FEWEST_REGISTERS = 32
+"""Of a thread, where as many run as a multiprocessor takes."""
+
 # Passed explicitly: later releases of Triton change the default, and the bits with it.
 FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 
@@ -111,13 +114,19 @@ def aligned(classes: Mapping[str, ArgumentClass]) -> bool:
 
 
 def launch_options(launch: Launch, config: Config) -> dict[str, Any]:
-    """What Triton compiles a kernel with, beside its arguments."""
+    """What Triton compiles a kernel with, beside its arguments. Raises CompileError for more programs that are to run
+    at the same time than a multiprocessor has registers for."""
     warps = launch.num_warps or config.num_warps
     options = {**FIXED_OPTIONS, "num_warps": warps, "num_ctas": config.num_ctas}
     if launch.pdl:
         options["launch_pdl"] = True
     if launch.together is not None:
         room = REGISTERS_PER_SM // (32 * warps * launch.together) // 8 * 8  # they are handed out in eights a thread
+        if room < FEWEST_REGISTERS:
+            raise CompileError(
+                f"{launch.kernel.__name__}: {launch.together} programs of {warps} warps cannot run at the same time on "
+                f"a multiprocessor: {room} registers a thread"
+            )
         options |= {"launch_cooperative_grid": True, "maxnreg": min(room, REGISTERS_PER_THREAD)}
     return options
 

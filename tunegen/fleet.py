@@ -8,7 +8,6 @@ that still takes some, and else stay for the next sweep; each trial is in the da
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from .errors import WorkerError
 from .gpu_process import MakeWorker, Order, sweep_device
 from .model import Problem, Silicon
 from .pool import Compile, compile_candidate
-from .processes import deaf_to_interrupts
+from .processes import launch
 from .silicon import kind_of
 from .sweep import Listener, SweepResult
 from .worker import STOP_SECONDS, Worker
@@ -97,13 +96,11 @@ def _with_lost(
 
 
 def _start(device: int, order: Order, listeners: Listeners) -> Member:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=sweep_device, args=(theirs, device, order))
-    with deaf_to_interrupts():
-        process.start()
-    theirs.close()
-    return Member(device, process, ours, listeners.of(f"cuda:{device}"))
+    try:
+        process, connection = launch(sweep_device, device, order, daemon=False)
+    except OSError as error:
+        raise WorkerError(f"the process of cuda:{device} cannot be started: {error}") from error
+    return Member(device, process, connection, listeners.of(f"cuda:{device}"))
 
 
 def _serve(members: Sequence[Member], problems: Sequence[Problem]) -> None:

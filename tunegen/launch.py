@@ -176,7 +176,9 @@ class Variant:
         return make(scratch.shape, dtype=DTYPES[scratch.dtype], device=self.device)
 
     def _launch_officially(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
-        constants = {**self.constants, **self._aligned(bound)}
+        # A row stride of N is no constant there: Triton knows what may be copied only where 16 divides N.
+        may_copy = self.hidden % 16 == 0 and self._aligned(bound)
+        constants = {**self.constants, ALIGNED: may_copy}
         values = {**bound, **launch.values, **{n: v for n, v in constants.items() if n not in launch.values}}
         try:
             named = {name: values[name] for name in launch.kernel.arg_names}
@@ -205,15 +207,15 @@ class Variant:
         try:
             fixed = _fixed_names(kernel)
             if ALIGNED in fixed:
-                values |= self._aligned(bound)
+                values[ALIGNED] = self._aligned(bound)
             arguments = {name: values[name] for name in kernel.arg_names}
             classes = tuple([self._classify(name, value, name in fixed) for name, value in arguments.items()])
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
         return Standing((kernel.__name__, launch.num_warps, classes), arguments)
 
-    def _aligned(self, bound: Mapping[str, Argument | ArgumentClass]) -> dict[str, bool]:
-        return {ALIGNED: aligned({name: self._classify(name, value, False) for name, value in bound.items()})}
+    def _aligned(self, bound: Mapping[str, Argument | ArgumentClass]) -> bool:
+        return aligned({name: self._classify(name, value, False) for name, value in bound.items()})
 
     def _unbound(self, launch: Launch, error: Exception) -> CompileError:
         """For a template whose launch is of no kernel, or of one with a parameter that nobody gives."""

@@ -24,16 +24,19 @@ def completed(problem: Problem, path: Path, given: Mapping[str, Value], silicon:
     """The config of a template file: what is given, and what the file needs beside it and families of its direction
     compute, such as BLOCK_SIZE; the family whose name the file has comes first.
 
-    Raises TunegenError for a number that its kernels never mention, as a slip of the pen would else go unnoticed, and
-    where the file needs more, with all that is missing and an example; RenderError where it does not render, whatever
-    is given.
+    Raises TunegenError for a number that its kernels never mention, as a slip of the pen would else go unnoticed, for
+    one that the problem or the tensors say, and where the file needs more, with all that is missing and an example;
+    RenderError where it does not render, whatever is given.
     """
+    said = PLANS_OWN | op_spec(problem.op).constants(problem).keys() | {ALIGNED}
+    if wrong := sorted(said & given.keys()):
+        raise TunegenError(f"the problem and its tensors say what {wrong[0]} is; give {path.name} no value for it")
     filling = _Filling(_domains(problem, path), names_of(problem, silicon), dict(given))
     text = _rendered(problem, path, filling)
     for name in Config.of(str(path), given).numbers:
         if not re.search(rf"\b{re.escape(name)}\b", text):
             raise TunegenError(f"{path.name} does not use {name}; give only what its kernel or its plan names")
-    filling.fill(_numbers(text) - op_spec(problem.op).constants(problem).keys() - {ALIGNED})
+    filling.fill(_numbers(text) - said)
     if filling.missing:
         example = " ".join(f"{name}={value}" for name, value in filling.missing.items())
         raise TunegenError(f"{path.name} needs {', '.join(filling.missing)} too: give values, such as {example}")
@@ -131,4 +134,4 @@ def _numbers(text: str) -> set[str]:
     for name in kernels:
         constexprs = (a for a in functions[name].args.args if a.annotation and "constexpr" in ast.unparse(a.annotation))
         found |= {argument.arg for argument in constexprs if argument.arg.isupper()} - own
-    return found - PLANS_OWN
+    return found

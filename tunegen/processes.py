@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import traceback
@@ -18,7 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
+
+from .errors import first_line
 
 PR_SET_PDEATHSIG = 1
 START_SECONDS = 180.0
@@ -76,8 +80,39 @@ def follow_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def launch(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> tuple[SpawnProcess, Connection]:
+    """Start a process that runs `target` with its end of a pipe and the arguments; returns it and the other end. Raises
+    OSError where none can be had."""
+    # spawn: a forked child would inherit the parent's threads and, on a GPU machine, perhaps its CUDA context
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=daemon)
+    try:
+        with deaf_to_interrupts():
+            process.start()
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def lead_group() -> None:
+    """For child processes: what they start can be killed together with them."""
+    os.setpgid(0, 0)
+
+
+def kill_group(process: SpawnProcess) -> None:
+    """Kill a process and what it has started: a ptxas that hangs would go on for ever."""
+    if process.is_alive():  # else the number may be another's by now
+        with suppress(ProcessLookupError):  # it has only just started, and leads no group yet
+            os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
+
+
 class LostError(Exception):
-    """The process ended; if the cause is an OSError, none could be had."""
+    """The process ended; if the cause is an OSError, none could be had that came up."""
 
 
 class LateError(Exception):
@@ -110,7 +145,12 @@ class Processes:
     def submit(self, seconds: float, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have a process call it, which may take so many seconds. The future raises what the call raises, LostError or
         LateError."""
-        return self._threads.submit(self._ask, seconds, call, arguments)
+        try:
+            return self._threads.submit(self._ask, seconds, call, arguments)
+        except RuntimeError as error:  # no thread can be had
+            future: Future[Any] = Future()
+            future.set_exception(_not_to_be_had(str(error)))
+            return future
 
     def close(self) -> None:
         """End them in order; they have nothing to do any more."""
@@ -125,7 +165,7 @@ class Processes:
         with self._lock:
             self._ended = True
             for child in self._children:
-                child.process.kill()
+                kill_group(child.process)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, seconds: float, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -158,28 +198,23 @@ class Processes:
         return child
 
 
+def _not_to_be_had(reason: str) -> LostError:
+    error = LostError(reason)
+    error.__cause__ = OSError(reason)
+    return error
+
+
 class _Child:
     """A process as its parent sees it."""
 
     def __init__(self) -> None:
-        # spawn: a forked child would inherit the parent's threads and, on a GPU machine, perhaps its CUDA context
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process, self.connection = launch(_serve)
         self.up = False
-        try:
-            with deaf_to_interrupts():
-                self.process.start()
-        finally:
-            theirs.close()
 
     def ask(self, seconds: float, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """What the call returns or raises there; the time that the process takes to come up is no part of it."""
+        self._come_up()
         try:
-            if not self.up:
-                self.up = self.connection.poll(START_SECONDS) and self.connection.recv()
-                if not self.up:
-                    raise LostError(f"the process says nothing for {START_SECONDS:g} s at its start")
             self.connection.send((call, arguments))
             if not self.connection.poll(seconds):
                 raise LateError(f"no answer within {seconds:g} s")
@@ -190,23 +225,47 @@ class _Child:
             raise error from RuntimeError(f"in a process of its own:\n{where}")
         return answer
 
+    def _come_up(self) -> None:
+        """Wait until it is there. If it ends before, for want of threads say, what it would be asked has no part in
+        that."""
+        if self.up:
+            return
+        reason = "it ended at its start"
+        with suppress(EOFError, OSError):
+            if self.connection.poll(START_SECONDS):
+                self.up = self.connection.recv()
+            else:
+                reason = f"it says nothing for {START_SECONDS:g} s at its start"
+        if not self.up:
+            raise _not_to_be_had(reason)
+
     def end(self) -> None:
         """Leave nothing behind."""
         self.connection.close()
-        self.process.kill()
+        kill_group(self.process)
         self.process.join(STOP_SECONDS)
 
 
 def _serve(connection: Connection) -> None:
     """Body of a process: call what it is sent until the parent closes the connection."""
+    lead_group()
     follow_parent()
     with suppress(EOFError, ConnectionError):
         connection.send(True)
         while True:
             call, arguments = connection.recv()
-            answer: tuple[Any, Exception | None, str]
             try:
-                answer = call(*arguments), None, ""
+                answer = pickle.dumps((call(*arguments), None, ""))
             except Exception as error:
-                answer = None, error, traceback.format_exc()
-            connection.send(answer)
+                answer = _failure(error, traceback.format_exc())
+            connection.send_bytes(answer)
+
+
+def _failure(error: Exception, where: str) -> bytes:
+    """What is sent of an error: itself, if it can be."""
+    try:
+        sent = pickle.dumps((None, error, where))
+        pickle.loads(sent)  # an error whose constructor takes other arguments cannot be read again
+    except Exception:
+        return pickle.dumps((None, RuntimeError(first_line(error)), where))
+    return sent

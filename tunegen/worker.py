@@ -4,7 +4,6 @@ an abort costs the candidate and this child, never the sweep; the parent never t
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -13,7 +12,7 @@ from typing import Any
 from .child import Answer, Facts, following, serve, serve_later
 from .errors import WorkerError
 from .model import Config, Problem, Resources, Trial, TrialState
-from .processes import deaf_to_interrupts
+from .processes import kill_group, launch
 from .spending import Spent
 
 START_SECONDS = 180.0
@@ -64,13 +63,16 @@ class Worker:
             _end(spare.process, 0.0)
 
     def launch(self) -> None:
-        """Begin to start the child, if there is none; `start` waits until it is there."""
+        """Begin to start the child, if there is none; `start` waits until it is there. Raises WorkerError if none can
+        be had."""
         if self._process is None:
             self._ahead(self.target)
 
     def prepare(self) -> None:
-        """Begin to start a child for later, while another one works: the next `start` then takes that."""
-        self._ahead(serve_later if self.target is serve else self.target)
+        """Begin to start a child for later, while another one works: the next `start` then takes that, if one could
+        be had."""
+        with contextlib.suppress(WorkerError):
+            self._ahead(serve_later if self.target is serve else self.target)
 
     def _ahead(self, target: Any) -> None:
         if self._spare is None:
@@ -84,14 +86,10 @@ class Worker:
                 self._spare.owed += 1
 
     def _launch(self, target: Any) -> tuple[Any, Connection]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = (target, theirs, self.device, self.seed)
-        process = context.Process(target=following, args=arguments, daemon=True)
-        with deaf_to_interrupts():
-            process.start()
-        theirs.close()
-        return process, ours
+        try:
+            return launch(following, target, self.device, self.seed)
+        except OSError as error:
+            raise WorkerError(f"the measuring process cannot be started (cuda:{self.device}): {error}") from error
 
     def start(self) -> Facts:
         """Start the child if need be and return its facts. Raises WorkerError if it does not come up."""
@@ -244,5 +242,5 @@ class Worker:
 
 def _end(process: Any, patience: float) -> None:
     process.join(patience)
-    process.kill()
+    kill_group(process)
     process.join(KILL_SECONDS)
