@@ -277,7 +277,8 @@ def test_what_was_demoted_or_forgotten_while_the_database_was_locked_is_gone(ans
     answers(timed(FIRST, 10.0))
     with locked(tmp_path / "tune.db"):
         for expected in (DEFAULT, GENERIC):
-            assert (choice := dispatch.choose(KEY)).config == expected
+            choice = dispatch.choose(KEY)
+            assert choice.config == expected
             dispatch.demote(KEY, choice, CompileError("too large"))
         assert dispatch.choose(KEY).config is None
     dispatch.forget()

@@ -216,7 +216,7 @@ def triton_minor() -> str:
 
 
 def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
-    """Every config that could answer, best first: measured nearest rows first, the default of this capability, the one of
+    """Every config that could answer, best first: measured nearest rows first, the default of this capability, that of
     any, torch's own op."""
     from .space import load_space
 
