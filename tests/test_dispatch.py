@@ -22,7 +22,7 @@ from tunegen.space import load_space
 H200 = of_arch("sm_90")
 PROBLEM = Problem("rms_norm", "backward", 4096, 1024, weight_grad=True)
 SPACE = load_space("rms_norm")
-DEFAULT = SPACE.default(PROBLEM, H200)
+DEFAULT, GENERIC = SPACE.built_in(PROBLEM, H200)
 FIRST, SECOND = SPACE.candidates(PROBLEM, H200, "persistent_partials")[:2]
 KEY = Key("rms_norm", "backward", 4096, 1024, torch.bfloat16, torch.bfloat16, "fp32", False, True, 0)
 BASELINE = SPACE.candidates(PROBLEM, H200, "single_block")[0]
@@ -54,7 +54,7 @@ def answers(tmp_path, monkeypatch):
 
 
 def test_measured_then_default_then_torch(answers):
-    assert answers(timed(SECOND, 20.0), timed(FIRST, 10.0)) == [FIRST, SECOND, DEFAULT, None]
+    assert answers(timed(SECOND, 20.0), timed(FIRST, 10.0)) == [FIRST, SECOND, DEFAULT, GENERIC, None]
 
 
 def test_torch_where_it_won(answers):
@@ -75,7 +75,8 @@ def test_what_the_gate_rejected_at_another_row_count_never_answers(answers):
 
 
 def test_a_rejected_default_never_answers(answers):
-    assert answers(wrong(DEFAULT)) == [None]
+    assert answers(wrong(DEFAULT)) == [GENERIC, None]
+    assert answers(wrong(GENERIC)) == [None]
 
 
 def test_each_rung_says_why_it_answers(answers, tmp_path):
@@ -86,25 +87,26 @@ def test_each_rung_says_why_it_answers(answers, tmp_path):
         (FIRST, f"{measured} 1)"),
         (None, f"{measured} 2)"),
         (DEFAULT, f"built-in default on {H200.name}"),
+        (GENERIC, f"built-in default on {H200.name}"),
         (None, "the last resort"),
     ]
-    answers(wrong(DEFAULT))
-    told = f"the gate found the built-in default wrong: {DEFAULT.label()} ({path})"
+    answers(wrong(DEFAULT), wrong(GENERIC))
+    told = f"the gate found the built-in default wrong: {GENERIC.label()} ({path})"
     assert [rung[:2] for rung in dispatch.rungs(path, PROBLEM, H200)][2:] == [(None, told)]
     wide = replace(PROBLEM, hidden=10**6)
     assert [rung[:2] for rung in dispatch.rungs(path, wide, H200)] == [(None, "no built-in default fits")]
 
 
 def test_what_was_rejected_before_its_template_changed_may_answer(answers):
-    assert answers(wrong(DEFAULT, digest="of an older text")) == [DEFAULT, None]
+    assert answers(wrong(DEFAULT, digest="of an older text")) == [DEFAULT, GENERIC, None]
 
 
 def test_a_baseline_never_answers(answers):
-    assert answers(timed(BASELINE, 1.0)) == [DEFAULT, None]
+    assert answers(timed(BASELINE, 1.0)) == [DEFAULT, GENERIC, None]
 
 
 def test_h23_a_changed_template_never_answers(answers):
-    assert answers(timed(FIRST, 1.0, digest="of an older text")) == [DEFAULT, None]
+    assert answers(timed(FIRST, 1.0, digest="of an older text")) == [DEFAULT, GENERIC, None]
 
 
 @pytest.mark.parametrize("parameters", [{"BLOCK_SIZE": -1}, {"BLOCK_SIZE": 2**62}, {"ROWS": "; import os"}, {}])
@@ -274,7 +276,10 @@ def test_policies_that_promise_the_same_bits_again_keep_what_answered(answers, c
 def test_what_was_demoted_or_forgotten_while_the_database_was_locked_is_gone(answers, clock, tmp_path):
     answers(timed(FIRST, 10.0))
     with locked(tmp_path / "tune.db"):
-        dispatch.demote(KEY, dispatch.choose(KEY), CompileError("too large"))
+        for expected in (DEFAULT, GENERIC):
+            choice = dispatch.choose(KEY)
+            assert choice.config == expected
+            dispatch.demote(KEY, choice, CompileError("too large"))
         assert dispatch.choose(KEY).config is None
     dispatch.forget()
     assert dispatch.remembered(KEY) is None

@@ -715,3 +715,12 @@ def test_clusters_are_for_gpus_that_have_them(tmp_path: Path) -> None:
     space = load_space("rms_norm", write(tmp_path, GOOD.replace("DEPTH: 3", "DEPTH: 3\n      num_ctas: [1, 2]")))
     for silicon, allowed in ((H200, {1, 2}), (A100, {1})):
         assert {c.num_ctas for c in space.candidates(forward(3072, 1), silicon, "split")} == allowed
+
+
+def test_behind_the_default_of_a_gpu_stands_that_of_any(space: SearchSpace) -> None:
+    """Where a kernel of wide rows does not compile or load, another algorithm answers before torch does."""
+    problem = Problem("rms_norm", "backward", 65536, 1024, weight_grad=True)
+    first, second = space.built_in(problem, H200)
+    assert (first, first.family, second.family) == (space.default(problem, H200), "split_row_meet", "split_row_atomic")
+    alike = Problem("rms_norm", "forward", 4096, 16384)
+    assert [*space.built_in(alike, H200)] == [space.default(alike, H200)], "the same of both is given once"

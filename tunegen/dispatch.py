@@ -216,8 +216,8 @@ def triton_minor() -> str:
 
 
 def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
-    """Every config that could answer, best first: measured nearest rows first, the default of this capability, torch's
-    own op."""
+    """Every config that could answer, best first: measured nearest rows first, the default of this capability, that of
+    any, torch's own op."""
     from .space import load_space
 
     wrong = rejected(path, problem, silicon)
@@ -225,14 +225,14 @@ def rungs(path: Path, problem: Problem, silicon: Silicon) -> Iterator[Rung]:
         half = ", from an unfinished sweep" if stored.half else ""
         why = f"measured at {stored.rows} rows on {stored.silicon_name} ({path}, trial {stored.trial_id}{half})"
         yield Rung(None if config.family == TORCH_FAMILY else config, why, stored)
-    default = load_space(problem.op).default(problem, silicon)
-    if default is None:
-        yield Rung(None, "no built-in default fits")
-    elif wrong(default):
-        yield Rung(None, f"the gate found the built-in default wrong: {default.label()} ({path})")
-    else:
-        yield Rung(default, f"built-in default on {silicon.name}")
-        yield Rung(None, "the last resort")
+    last = "no built-in default fits"
+    for default in load_space(problem.op).built_in(problem, silicon):
+        if wrong(default):
+            last = f"the gate found the built-in default wrong: {default.label()} ({path})"
+        else:
+            last = "the last resort"
+            yield Rung(default, f"built-in default on {silicon.name}")
+    yield Rung(None, last)
 
 
 def stored_choices(

@@ -155,13 +155,20 @@ class SearchSpace:
         return family.objection(point, names)
 
     def default(self, problem: Problem, silicon: Silicon) -> Config | None:
-        """The first default of this capability, then of `any`, that applies and is valid."""
+        """What is launched untuned; None where nothing fits."""
+        return next(self.built_in(problem, silicon), None)
+
+    def built_in(self, problem: Problem, silicon: Silicon) -> Iterator[Config]:
+        """The first default of this capability that applies and is valid, then that of `any`, if it is another one."""
         names = names_of(problem, silicon)
+        given: Config | None = None
         for target in (f"sm{silicon.capability}", "any"):
             for when, family, domains in self.defaults.get((problem.direction, target), ()):
                 if when.holds(names) and (found := next(family.configs(domains, names), None)):
-                    return found
-        return None
+                    if found != given:
+                        yield found
+                    given = found
+                    break
 
     def _named(self, problem: Problem, name: str) -> Family:
         if family := self.family(problem.direction, name):
