@@ -48,7 +48,7 @@ WAITING_PROGRAMS = 8
 # bf16: the interpreter truncates where a GPU rounds, which is one ulp more.
 ALLOWANCE = {"bf16": 2.0, "fp32": 8.0}
 
-HOMES = ((37, 4096), (37, 8192), (37, 16384), (37, 32768))
+HOMES = ((37, 4096), (37, 8192), (37, 16384), (37, 32768), (1100, 8192))
 """Shapes for all families: configs are taken from the first that one is meant for, and carried to the width under
 test."""
 
