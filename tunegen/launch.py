@@ -176,11 +176,11 @@ class Variant:
         return make(scratch.shape, dtype=DTYPES[scratch.dtype], device=self.device)
 
     def _launch_officially(self, launch: Launch, bound: Mapping[str, Argument]) -> None:
-        # A row stride of N is no constant there: Triton knows what may be copied only where 16 divides N.
-        may_copy = self.hidden % 16 == 0 and self._aligned(bound)
-        constants = {**self.constants, ALIGNED: may_copy}
-        values = {**bound, **launch.values, **{n: v for n, v in constants.items() if n not in launch.values}}
+        values = {**bound, **launch.values, **{n: v for n, v in self.constants.items() if n not in launch.values}}
         try:
+            if ALIGNED in launch.kernel.arg_names:
+                # A row stride of N is no constant here: Triton knows what may be copied only where 16 divides N.
+                values[ALIGNED] = self.hidden % 16 == 0 and self._aligned(bound)
             named = {name: values[name] for name in launch.kernel.arg_names}
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
