@@ -17,6 +17,7 @@ from tunegen.errors import CompileError
 from tunegen.model import Config, Problem
 from tunegen.ops import op_spec
 from tunegen.reference import DTYPES
+from tunegen.syntax import MIXED_UP
 
 SPEC = op_spec("rms_norm")
 FORWARD = Problem("rms_norm", "forward", 256, 6, "fp32", "fp32")
@@ -164,6 +165,25 @@ def test_what_is_launched_officially_copies_only_what_triton_can_see(monkeypatch
     monkeypatch.setattr(type(kernel), "__getitem__", lambda *_: lambda **given: told.append(given["ALIGNED"]))
     variant(problem.rows, arguments_of(problem))
     assert told == [may]
+
+
+@pytest.mark.compiler
+def test_an_official_launch_goes_on_where_threads_are_mixed_up(monkeypatch):
+    """CPython 3.11 does that to Triton's parser."""
+    tries = []
+    variant = bound_variant(FORWARD, "rms_norm/forward_single_block")
+    (kernel,) = [one.kernel for one in variant.plan(FORWARD.rows).launches]
+
+    def fail_twice(**given):
+        tries.append(given["x_ptr"])
+        if len(tries) < 3:
+            raise SystemError(f"{MIXED_UP} (before=84, after=86)")
+
+    given = arguments_of(FORWARD)
+    monkeypatch.setattr(launch, "launches_directly", lambda: False)
+    monkeypatch.setattr(type(kernel), "__getitem__", lambda *_: fail_twice)
+    variant(FORWARD.rows, given)
+    assert [x is given["x_ptr"] for x in tries] == [True] * 3
 
 
 @pytest.mark.compiler

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 
 # A module imports from rows above its own, or from a module further left in its row; imports inside functions too.
 LAYERS = {
-    "records": "errors once paths installed spending policies model spec",
+    "records": "errors once syntax paths installed spending policies model spec",
     "inputs": (
         "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
@@ -248,3 +248,12 @@ def test_how_to_install_is_said_in_one_place():
         literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         told = [text for text in literals if isinstance(text, str) and ("pip install" in text or "tunegen[" in text)]
         assert not told or module == "errors", f"{module}: {told}"
+
+
+def test_python_is_parsed_in_one_place():
+    """Which goes on where CPython 3.11 mixes up threads."""
+    for module, tree in modules().items():
+        calls = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "ast.parse"
+        ]
+        assert bool(calls) == (module == "syntax"), f"{module}: use syntax.parse"

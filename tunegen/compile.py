@@ -20,6 +20,7 @@ from .layouts import like_heads
 from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
 from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
+from .syntax import again
 from .toolchain import known_key
 
 ALIGNED = "ALIGNED"
@@ -149,7 +150,7 @@ def compile_launch(launch: Launch, config: Config, classes: Mapping[str, Argumen
     try:
         with known_key():
             text = _source_class(kernel)(kernel, signature, fixed, attributes)
-            return triton.compile(text, target=target, options=options)
+            return again(lambda: triton.compile(text, target=target, options=options))
     except OSError as error:
         cache = triton.knobs.cache.dir  # a disk that is full has no file name in its error
         raise BuildError(
@@ -289,10 +290,8 @@ def _resource_usage(cubin: str) -> tuple[int | None, int | None]:
     from triton import knobs
 
     try:
-        tool = knobs.nvidia.cuobjdump.path
-        output = subprocess.run(
-            [tool, "-res-usage", cubin], capture_output=True, text=True, timeout=60, check=True
-        ).stdout
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None, None
     found = re.search(r"REG:(\d+) STACK:(\d+)", output)

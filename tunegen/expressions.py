@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .errors import ExpressionError, SearchSpaceError
 from .model import Value
+from .syntax import parse_expression
 
 MAX_LENGTH = 500
 MAX_DEPTH = 60
@@ -53,7 +54,7 @@ class Expression:
         if len(self.text) > MAX_LENGTH:
             raise ExpressionError(f"'{self.text[:40]}...' has {len(self.text)} characters; at most {MAX_LENGTH}")
         try:
-            tree = ast.parse(self.text, mode="eval")
+            tree = parse_expression(self.text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             reason = getattr(error, "msg", type(error).__name__)
             raise ExpressionError(f"'{self.text}' is no expression ({reason}); allowed: {ALLOWED}") from None

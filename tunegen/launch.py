@@ -30,6 +30,7 @@ from .errors import CompileError, first_line
 from .model import Config, KernelSource, Launch, Plan, Scratch
 from .once import first
 from .reference import DTYPE_NAMES, DTYPES
+from .syntax import again
 
 # Releases whose compiled kernels are launched directly: their `CompiledKernel.run` takes the same arguments. Any
 # other goes the official way, kernel[grid](...), which is slower on the host by about 10 us a launch.
@@ -184,7 +185,8 @@ class Variant:
             named = {name: values[name] for name in launch.kernel.arg_names}
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
-        launch.kernel[launch.grid](**named, **launch_options(launch, self.config))
+        options = launch_options(launch, self.config)
+        again(lambda: launch.kernel[launch.grid](**named, **options))  # it parses before it launches
 
     def _ready(self, launch: Launch, bound: Mapping[str, Argument]) -> _Ready:
         """A launch with all that it takes; compiles and loads the kernel where that is new."""

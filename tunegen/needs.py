@@ -15,6 +15,7 @@ from .model import Config, Problem, Silicon, Value
 from .ops import op_spec
 from .render import SUFFIX, renderings
 from .space import load_space, names_of
+from .syntax import parse
 
 PLANS_OWN = {"M", "N", "SMS"}
 """What every plan is given."""
@@ -115,7 +116,7 @@ def _rendered(problem: Problem, path: Path, filling: _Filling) -> str:
 def _numbers(text: str) -> set[str]:
     """The numbers that a rendered file asks its config for: attributes of the plan's argument, and constexprs of the
     kernels that the plan names, less those that it gives them itself."""
-    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in parse(text).body if isinstance(node, ast.FunctionDef)}
     plan = functions.get("plan")
     if plan is None or not plan.args.args:
         return set()

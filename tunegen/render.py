@@ -19,6 +19,7 @@ from .errors import BuildError, RenderError
 from .model import Config, KernelSource, Problem
 from .once import first
 from .spec import OpSpec
+from .syntax import parse
 
 LOG = logging.getLogger("tunegen")
 SUFFIX = ".py.jinja"
@@ -80,7 +81,7 @@ def _environment(folders: tuple[str, ...]) -> Any:
 def code_digest(text: str, name: str = "<kernel>") -> str:
     """16 hex digits over the code alone, so that editing a comment or a blank line throws no timing away."""
     try:
-        code = ast.unparse(ast.parse(text))
+        code = ast.unparse(parse(text))
     except SyntaxError as error:
         raise RenderError(f"{name} renders to invalid Python, line {error.lineno}: {error.msg}") from error
     return hashlib.sha256(code.encode()).hexdigest()[:16]

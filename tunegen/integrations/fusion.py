@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnknownNormError
+from ..syntax import parse
 from .forwards import OURS, SLOTS, forward_of, own_forward
 
 BLOCKS = ("body", "orelse", "finalbody")
@@ -58,7 +59,7 @@ class Step(NamedTuple):
         one, other = self.added
         x, residual = (other, one) if one == self.residual else (one, other)
         text = f"{self.hidden}, {self.residual} = {ADD}({self.owner}.{self.norm}, {x}, {residual})"
-        return ast.parse(text).body[0]
+        return parse(text).body[0]
 
 
 def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Any, Tensor]:
@@ -170,7 +171,7 @@ def _holds(cell: CellType, value: object) -> bool:
 def _made(definition: ast.FunctionDef, inner: FunctionType) -> FunctionType:
     """The function of a definition, where `inner` is from and with its defaults. What it calls reaches it as a closure:
     the globals of others' modules get no new name."""
-    maker = ast.parse(f"def make({ADD}):\n    return {definition.name}")
+    maker = parse(f"def make({ADD}):\n    return {definition.name}")
     make = maker.body[0]
     assert isinstance(make, ast.FunctionDef)
     make.body.insert(0, definition)
@@ -187,7 +188,7 @@ def _definition(function: FunctionType) -> ast.FunctionDef:
     """The syntax tree of a function without decorators, defaults and annotations, once it is sure that it is the one
     that runs."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError) as error:
         raise UnknownNormError(f"the source of its forward cannot be read: {error}") from error
     definition = tree.body[0]
