@@ -70,7 +70,7 @@ def forward_split_row_meet(
     w = gl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)  # [BLOCK_SIZE]
     # Sums as integers of their width: 0 is no sum yet.
     words_ptr = squares_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    # A ring: STAGES tiles [1, BLOCK_SIZE].
+    # A ring a stream: STAGES tiles [1, BLOCK_SIZE].
     x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, 1, BLOCK_SIZE], flat)
 
     # Two tiles of the ring are read in a step, so STAGES - 2 are on their way to begin with.
