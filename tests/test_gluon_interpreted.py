@@ -76,9 +76,9 @@ def test_only_rows_that_begin_at_multiples_of_16_bytes_are_copied(
     """The rest does not compile as a copy, or would be one of 4 bytes at a time."""
     problem = problem_of(template, 7, hidden)
     variant = variant_of(template, problem, 4)
-    streams = {"x": apart} | ({"dy": apart} if problem.direction == "backward" else {})
-    if op_of(template) == "add_rms_norm":
-        streams["dsum"] = apart
+    forward, fused = problem.direction == "forward", op_of(template) == "add_rms_norm"
+    names = ["x", *["dy"] * (not forward), *["residual" if forward else "dsum"] * fused]
+    streams = dict.fromkeys(names, apart)
     check(problem, variant, gate_of(problem, CPU, ALLOWANCE), placed_runner(variant, streams, shift))
     assert bool(copies) == copied
 
