@@ -58,7 +58,7 @@ def test_gain_must_exceed_what_the_same_thing_differs_by_either_way(low, same, v
 SCRIPTS = sorted(
     str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if "__main__" in path.read_text(encoding="utf-8")
 )
-WITHOUT_A_GPU = {"cost_model.py", "count_norms.py", "measured.py", "search.py"}
+WITHOUT_A_GPU = {"cost_model.py", "count_norms.py", "knobs.py", "measured.py", "search.py"}
 """They read what was measured, or count."""
 
 ON_A_GPU = {

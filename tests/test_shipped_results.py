@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -114,3 +115,13 @@ def test_every_default_is_among_the_finals_and_close_to_the_best(db, op, dtype):
         default = space.default(cell.problem, found.silicon)
         assert default in cell.scores, f"{cell.problem.label()}: {default.label()} has no time"
         assert cell.scores[default] <= 1.05 * cell.best, cell.problem.label()
+
+
+def test_the_document_of_knobs_is_what_the_tool_makes_of_it(db, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FILE.parents[1] / "benchmarks"))
+    import knobs
+
+    monkeypatch.setattr(sys, "argv", ["knobs.py", str(db)])
+    knobs.main()
+    text = (FILE.parents[1] / "docs" / "knobs.md").read_text("utf-8")
+    assert text[text.index("| problem |") :] == capsys.readouterr().out
