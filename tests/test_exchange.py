@@ -251,6 +251,7 @@ WRONG = {
     "list": (text(8, "[]"), "8: the line: must be an object"),
     "cut short": (lambda lines: lines.pop(), "1: trial: says 21, but the file has 20"),
     "kind": (changed(5, record="result"), "5: record: must be one of silicon, sweep, trial, got 'result'"),
+    "list for a kind": (changed(5, record=["trial"]), "5: record: must be one of silicon, sweep, trial, got ['trial']"),
     "unknown key": (changed(7, speed=3), "7: speed: unknown; a trial has"),
     "missing key": (changed(7, family=None), "7: family: missing"),
     "text for a number": (changed(7, us="20"), "7: us: must be a number, got '20'"),
@@ -264,6 +265,10 @@ WRONG = {
     "sweep's state": (changed(4, state="good"), "4: state: must be one of running"),
     "parameters": (changed(7, parameters='{"b": 1, "a": 1}'), "7: parameters: must be a JSON object with sorted keys"),
     "parameters that are none": (changed(7, parameters="[1]"), "7: parameters: must be a JSON object"),
+    **{
+        f"parameters that hold {value}": (changed(7, parameters=f'{{"a": {value}}}'), "7: parameters: must be a JSON")
+        for value in ("[1]", "null", "true", "1.5", "NaN")
+    },
     "sweep that is not there": (changed(7, sweep_id=4), "7: sweep_id: no sweep of that number stands above, got 4"),
     "GPU that is not there": (changed(4, silicon_id=3), "4: silicon_id: no silicon of that number"),
     "numbers": (changed(3, id=1), "3: id: must be 2, got 1"),

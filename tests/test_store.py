@@ -396,6 +396,9 @@ def test_unreadable_parameters_cost_one_row(store):
         assert winner(store)["family"] == "sound"
         assert [key[0] for key in store.seen(HERE, PROBLEM, "3.8", 1, "measured")] == ["sound"]
         assert len(store.trials()) == 2
+    for text in ('{"A": [1]}', '{"A": null}', '{"A": 1.5}'):
+        store._connection.execute("UPDATE trials SET parameters = ? WHERE family = 'broken'", (text,))
+        assert [key[0] for key in store.seen(HERE, PROBLEM, "3.8", 1, "measured")] == ["sound"]
 
 
 @pytest.mark.parametrize(

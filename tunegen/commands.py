@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -270,8 +271,7 @@ def _silicon(row: Mapping[str, Any]) -> str:
 
 
 def _config(row: dict[str, Any]) -> Config | None:
-    """The config of a row of the database; None where its parameters are no JSON object."""
-    try:
-        return Config.of(row["family"], json.loads(row["parameters"]))
-    except (ValueError, AttributeError):
-        return None
+    """The config of a row of the database; None where its parameters are none."""
+    with suppress(ValueError):
+        return Config.read(row["family"], row["parameters"])
+    return None

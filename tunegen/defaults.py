@@ -12,7 +12,6 @@ with the same choices are one entry. Entries of a dtype of another size than 2 b
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import tempfile
 import textwrap
@@ -131,7 +130,10 @@ def _cell(space: SearchSpace, silicon: Silicon, problem: Problem, finals: Sequen
     scores: dict[Config, float] = {}
     tied: set[Config] = set()
     for row in finals:
-        config = Config.of(row["family"], json.loads(row["parameters"]))
+        try:
+            config = Config.read(row["family"], row["parameters"])
+        except ValueError:
+            continue  # a row of nonsense costs itself only
         scores[config] = min(row["score"], scores.get(config, math.inf))
         tied |= {config} if row["tied"] else set()
     kernels = [config for config in scores if _allowed(space, silicon, problem, config)]

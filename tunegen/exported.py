@@ -77,7 +77,7 @@ def read_export(path: Path) -> Exported:
                     header = _header(record, line)
                     continue
                 kind = record.pop("record", None)
-                if kind not in found:
+                if not isinstance(kind, str) or kind not in found:
                     line.wrong("record", f"must be one of {', '.join(found)}, got {_shown(kind)}")
                 found[kind].append(_row(kind, record, found, line))
                 if kind == "trial":
@@ -158,9 +158,8 @@ def _row(kind: str, record: Row, found: dict[str, list[Row]], line: _Line) -> Ro
 
 def _trial(row: Row, blocks: object, line: _Line) -> Row:
     try:
-        parameters = json.loads(row["parameters"])
-        canonical = Config.of(row["family"], parameters).to_json()
-    except (ValueError, AttributeError, RecursionError):
+        canonical = Config.read(row["family"], row["parameters"]).to_json()
+    except ValueError:
         canonical = None
     if row["parameters"] != canonical:
         line.wrong("parameters", f"must be a JSON object with sorted keys, as text, got {_shown(row['parameters'])}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -52,8 +51,8 @@ def neighbours(store: Store, problem: Problem, silicon: Silicon) -> list[Winner]
         size = row["rows"], row["hidden"]
         # One row of nonsense costs itself only: SQLite keeps what it is given.
         if all(type(n) is int and n > 0 for n in size) and size != (problem.rows, problem.hidden):
-            with suppress(ValueError, TypeError, AttributeError):
-                found.append(Winner(*size, Config.of(row["family"], json.loads(row["parameters"]))))
+            with suppress(ValueError):
+                found.append(Winner(*size, Config.read(row["family"], row["parameters"])))
     return found
 
 

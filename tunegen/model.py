@@ -110,6 +110,17 @@ class Config:
         """Build from a mapping; the order of keys does not matter."""
         return cls(family, tuple(sorted(parameters.items())))
 
+    @classmethod
+    def read(cls, family: str, text: str) -> Config:
+        """The config whose `to_json` is `text`, or says the same. Raises ValueError for any other text."""
+        try:
+            parameters = json.loads(text)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if type(parameters) is not dict or not all(type(value) in (int, str) for value in parameters.values()):
+            raise ValueError("parameters are a JSON object of whole numbers and words")
+        return cls.of(family, parameters)
+
     def __getitem__(self, name: str) -> Value:
         return dict(self.parameters)[name]
 

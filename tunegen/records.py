@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -200,8 +199,8 @@ def load_trial(problem: Problem, kind: str, rows: list[dict[str, Any]]) -> Store
     """The trial of a row, repeated once a sample; None when it is unreadable."""
     row = rows[0]
     try:
-        config, state = Config.of(row["family"], json.loads(row["parameters"])), TrialState(row["state"])
-    except (ValueError, TypeError, AttributeError):
+        config, state = Config.read(row["family"], row["parameters"]), TrialState(row["state"])
+    except ValueError:
         return None
     if not _has_types(row, rows):
         return None
