@@ -568,6 +568,13 @@ def test_show_takes_a_family_that_only_the_database_has(db):
     assert "of_last_year" in output("show", "--family", "of_last_year", "--db", db)
 
 
+def test_show_takes_an_op_that_only_the_database_has(db):
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trials SET op = 'layer_norm'")
+        connection.commit()
+    assert "layer_norm" in output("show", "--db", db)
+
+
 def loaded(problem, config, number=0):
     """The text of the file from which the kernel is imported, and the line that says which config it is."""
     flags = op_spec(problem.op).flags(problem, config)[number]

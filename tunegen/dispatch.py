@@ -286,12 +286,12 @@ def counting(problem: Problem) -> list[Problem]:
 
 
 def digest_today(problem: Problem, config: Config) -> str:
-    """The digest of the config's kernel text, "" if its template is broken."""
-    from .ops import op_spec
+    """The digest of the config's kernel text, "" if its template is broken or its op is none of this tunegen's."""
+    from .ops import OPS, op_spec
     from .render import combined_digest
 
     try:
-        return combined_digest(problem, config, op_spec(problem.op))
+        return combined_digest(problem, config, op_spec(problem.op)) if problem.op in OPS else ""
     except RenderError as error:
         _unrendered.add(config.label())
         LOG.info("%s: %s", config.label(), error)
