@@ -257,6 +257,13 @@ MISTAKES = [
 ]
 
 
+def test_a_list_without_end_is_refused_at_once(tmp_path: Path) -> None:
+    """Each choice is looked for among the others: half a million would take hours."""
+    path = write(tmp_path, GOOD.replace("ROWS: [1, 2, 4]", f"ROWS: {list(range(500_000))}", 1))
+    with pytest.raises(SearchSpaceError, match=r"ROWS: has 500000 choices, at most 1000 are tried"):
+        load_space("tile", path)
+
+
 @pytest.mark.parametrize(("old", "new", "line", "key", "says"), MISTAKES)
 def test_a_mistake_is_named_with_its_line_and_key(
     tmp_path: Path, old: str, new: str, line: int, key: str, says: str

@@ -20,6 +20,8 @@ WARPS = (1, 2, 4, 8, 16, 32)
 """What Triton can launch: a power of two, and at most the 1024 threads of a block."""
 CTAS = (1, 2, 4, 8)
 """Blocks of a cluster that work on one program; GPUs before sm_90 have no clusters."""
+MOST_CHOICES = 1000
+"""In a list: each point of the space is looked up in it."""
 LAUNCH_OPTIONS = {
     "num_warps": (WARPS, "a power of two; a block has at most 32 warps"),
     "num_ctas": (CTAS, "a power of two; a cluster has at most 8 blocks"),
@@ -123,7 +125,10 @@ class Entry(NamedTuple):
         if isinstance(self.node, yaml.ScalarNode):
             return self._computed(known) if self.node.value.startswith("=") else (self.value(),)
         values: list[Value] = []
-        for item in self.items():
+        items = self.items()
+        if len(items) > MOST_CHOICES:
+            raise self.error(f"has {len(items)} choices, at most {MOST_CHOICES} are tried")
+        for item in items:
             value = item.value()
             if value in values or type(value) is not type((*values, value)[0]):
                 raise item.error(f"{value!r} stands twice, or beside values of another kind")
