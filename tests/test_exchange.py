@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 import sqlite3
 import sys
 import tracemalloc
@@ -348,6 +349,46 @@ def test_export_writes_whole_or_not_at_all(source, tmp_path, monkeypatch):
     assert "holds a value that JSON cannot" in run("export", file, "--db", source).stderr
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.parametrize("command", ["show", "export", "defaults"])
+@pytest.mark.parametrize(("column", "value"), [("score", "fast"), ("rows", b"\xff"), ("us", "soon"), ("gains", 1.5)])
+def test_a_value_of_another_kind_is_named_with_its_row(source, tmp_path, command, column, value):
+    """SQLite keeps what it is given, whatever the column is meant for."""
+    with closing(sqlite3.connect(source)) as connection:
+        connection.execute(f"UPDATE trials SET {column} = ? WHERE stage = 'final'", (value,))
+        connection.commit()
+    arguments = {"show": ["show", "trials"], "export": ["export", tmp_path / "x.jsonl"]}
+    result = run(*arguments.get(command, ["export", "--defaults"]), "--db", source)
+    assert result.exit_code == 2, result.output
+    assert re.search(rf"row \d+ of the database has .* as {column}, not a .*number; delete it", result.stderr)
+
+
+def test_import_names_a_row_with_a_value_of_another_kind(source):
+    file = exported(source)
+    with closing(sqlite3.connect(source)) as connection:
+        connection.execute("UPDATE trials SET us = 'soon' WHERE stage = 'final'")
+        connection.commit()
+    before = dump(source)
+    assert "of the database has 'soon' as us, not a number; delete it" in refused(file, source)
+    assert dump(source) == before
+
+
+def test_a_trial_whose_sweep_was_deleted_by_hand_is_not_exported(source, tmp_path):
+    """The command line of SQLite does not look at references, unless it is told to."""
+    with closing(sqlite3.connect(source)) as connection:
+        connection.execute("DELETE FROM sweeps WHERE id = 1")
+        connection.execute("DELETE FROM silicon WHERE id = 2")
+        (left,) = connection.execute(
+            """SELECT count(*) FROM trials JOIN sweeps ON sweeps.id = sweep_id
+            JOIN silicon ON silicon.id = trials.silicon_id"""
+        ).fetchone()
+        connection.commit()
+    assert left
+    file = tmp_path / "x.jsonl"
+    assert f"trials: {left}, " in output("export", file, "--db", source)
+    assert f"{left} trials added" in output("import", file, "--db", tmp_path / "new.db")
+    assert run("export", "--defaults", "--db", source).exit_code == 0
 
 
 def test_export_makes_the_folder_that_it_names_and_says_so(source, tmp_path):

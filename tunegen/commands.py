@@ -23,7 +23,7 @@ from .fleet import sweep_gpus
 from .model import RMS_NORM, TORCH_FAMILY, Config, Problem, Silicon, Trial, TrialState
 from .policies import FASTEST
 from .progress import SweepProgress
-from .records import problem_of
+from .records import problem_of, typed
 from .silicon import kind_of
 from .store import Store
 from .sweep import SweepResult, sweep_gpu, together
@@ -200,7 +200,7 @@ def show_rows(what: str, db: Path, console: Console | None, filters: dict[str, A
     """Print winners or trials as a table, or as JSON without a console."""
     with Store.read(db) as store:
         check_family(store, filters)
-        rows = store.winners(**filters) if what == "winners" else store.trials(**filters)
+        rows = typed(store.winners(**filters) if what == "winners" else store.trials(**filters))
         counts = {name: store.rows(f"SELECT count(*) AS n FROM {name}", {})[0]["n"] for name in ("winners", "trials")}
     if console is None:
         click.echo(json.dumps(rows, indent=2))
@@ -232,7 +232,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     numbers = {name: "" if row[name] is None else f"{row[name]:.3f}" for name in ("us", "score", "estimate_us")}
     plain = {name: str(row.get(name, "")) for name in ("state", "stage", "reason")} if "place" not in row else {}
     half = {"of half a sweep": "yes" if row.get("half") else ""}
-    gain = {"gain": {None: "", 0: "none", 1: "yes"}[row["gains"]]}
+    gain = {"gain": "" if row["gains"] is None else "yes" if row["gains"] else "none"}
     problem, config = problem_of(row), _config(row)
     kernel = row["family"] not in (TORCH_FAMILY, COMPILED.family)
     stale = kernel and (config is None or row["digest"] != digest_today(problem, config))

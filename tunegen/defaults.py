@@ -99,11 +99,13 @@ def measured(store: Store, space: SearchSpace, arch: str | None, x_dtype: str, f
     }
     wanted |= {name: records.plain(name, value) for name, value in filters.items()}
     sql = f"""SELECT * FROM trials WHERE stage = 'final' AND kind = 'measured' AND state = 'ok' AND score IS NOT NULL
-        AND {records.equal(wanted)} ORDER BY id"""
+        AND silicon_id IN (SELECT id FROM silicon) AND {records.equal(wanted)} ORDER BY id"""
     with store.reading():
-        silicon = {row.pop("id"): Silicon(**row) for row in store.rows("SELECT * FROM silicon", {})}
-        rows = [row for row in store.rows(sql, wanted) if arch in (None, silicon[row["silicon_id"]].arch)]
-        sql = f"SELECT silicon_id FROM trials WHERE kind = 'estimated' AND {records.equal(wanted)}"
+        silicon = {row.pop("id"): Silicon(**row) for row in records.typed(store.rows("SELECT * FROM silicon", {}))}
+        finals = records.typed(store.rows(sql, wanted))
+        rows = [row for row in finals if arch in (None, silicon[row["silicon_id"]].arch)]
+        sql = f"""SELECT silicon_id FROM trials WHERE kind = 'estimated' AND silicon_id IN (SELECT id FROM silicon)
+            AND {records.equal(wanted)}"""
         estimates = sum(arch in (None, silicon[row["silicon_id"]].arch) for row in store.rows(sql, wanted))
     if not rows:
         which = " ".join([space.op, x_dtype, *(f"{name} {value}" for name, value in filters.items())])

@@ -32,8 +32,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 """What the columns of a fixed set of values may hold."""
 POSITIVE = ("hidden", "rows", "us", "score", "sentinel_us", "estimate_us")
-TYPES = {"TEXT": (str,), "INTEGER": (int,), "REAL": (int, float)}
-MEANT = {"TEXT": "text", "INTEGER": "a whole number", "REAL": "a number"}
 ELSEWHERE = {"silicon": (), "sweep": (), "trial": ("id",)}
 """Columns that a file does not hold: the database numbers its trials itself."""
 
@@ -195,8 +193,8 @@ def _value(kind: str, name: str, value: Any, column: Column, line: _Line) -> Any
     allowed = CHOICES.get(f"{kind}.{name}")
     if allowed and value not in allowed:
         line.wrong(key, f"must be one of {', '.join(map(str, allowed))}, got {_shown(value)}")
-    if value is not None and not (type(value) in TYPES[column.kind] and _storable(value)):
-        line.wrong(key, f"must be {MEANT[column.kind]}, got {_shown(value)}")
+    if value is not None and not (type(value) in records.TYPES[column.kind] and _storable(value)):
+        line.wrong(key, f"must be {records.MEANT[column.kind]}, got {_shown(value)}")
     if name in POSITIVE and value is not None and value <= 0:
         line.wrong(key, f"must be above 0, got {_shown(value)}")
     return float(value) if column.kind == "REAL" and value is not None else value

@@ -25,6 +25,9 @@ SCHEMA = len(STEPS)
 TABLES = {"silicon": "silicon", "sweep": "sweeps", "trial": "trials"}
 """Kinds of records behind the header, and their tables."""
 Row = dict[str, Any]
+_WITH_GPU = "silicon_id IN (SELECT id FROM silicon)"
+_WHOLE = f"{_WITH_GPU} AND sweep_id IN (SELECT id FROM sweeps WHERE {_WITH_GPU})"
+"""Without those whose GPU or sweep was deleted by a program that does not look at references: no view has them."""
 
 
 def export(store: Store, path: Path, filters: Mapping[str, object]) -> dict[str, int]:
@@ -61,11 +64,13 @@ def _read(store: Store, filters: Mapping[str, object]) -> tuple[list[Row], list[
     values = {name: records.plain(name, value) for name, value in filters.items()}
     where = records.equal(values)
     with store.reading():
-        trials = store.rows(f"SELECT * FROM trials WHERE {where} ORDER BY id", values)
+        trials = store.rows(f"SELECT * FROM trials WHERE {where} AND {_WHOLE} ORDER BY id", values)
         of_trial = f"trial_id IN (SELECT id FROM trials WHERE {where})" if filters else "1"
         samples = store.rows(f"SELECT * FROM samples WHERE {of_trial} ORDER BY trial_id, block", values)
-        sweeps = store.rows("SELECT * FROM sweeps ORDER BY id", {})
+        sweeps = store.rows(f"SELECT * FROM sweeps WHERE {_WITH_GPU} ORDER BY id", {})
         silicon = store.rows("SELECT * FROM silicon ORDER BY id", {})
+    for rows in (trials, samples, sweeps, silicon):
+        records.typed(rows)
     if filters:
         sweeps = _used(sweeps, "sweep_id", trials)
         silicon = _used(silicon, "silicon_id", [*trials, *sweeps])

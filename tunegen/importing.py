@@ -141,4 +141,4 @@ def _sweep(connection: sqlite3.Connection, row: Row, taken: set[int]) -> int:
 def _rows(connection: sqlite3.Connection, sql: str, values: Row) -> list[Row]:
     cursor = connection.execute(sql, {name: value for name, value in values.items() if name != "samples"})
     names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
+    return records.typed([dict(zip(names, row, strict=True)) for row in cursor])

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from .errors import StoreError
+from .migrations import tables
 from .model import Conditions, Config, Measurement, Problem, Resources, Silicon, Trial, TrialState
 from .silicon import FACTS
 
@@ -33,6 +34,11 @@ NUMBERS = (
 )
 
 
+TYPES = {"TEXT": (str,), "INTEGER": (int,), "REAL": (int, float)}
+MEANT = {"TEXT": "text", "INTEGER": "a whole number", "REAL": "a number"}
+"""What a column of each kind holds, and in words."""
+
+
 @dataclass(frozen=True)
 class StoredTrial(Trial):
     """A trial as the database holds it, with the number of its row and the release of torch that ran it."""
@@ -53,6 +59,19 @@ def plain(name: str, value: object) -> object:
     if isinstance(value, TrialState):
         return value.value
     return int(value) if isinstance(value, bool) else value
+
+
+def typed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each value of the kind of its column, where it is one of a table: SQLite keeps what it is given. Raises
+    StoreError, which names the row."""
+    kinds = {name: column.kind for columns in tables().values() for name, column in columns.items()}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None and name in kinds and type(value) not in TYPES[kinds[name]]:
+                which = f"row {row['id']}" if "id" in row else f"a sample of trial {row['trial_id']}"
+                meant = MEANT[kinds[name]]
+                raise StoreError(f"{which} of the database has {value!r:.60} as {name}, not {meant}; delete it")
+    return rows
 
 
 def equal(names: Iterable[str], prefix: str = "") -> str:
