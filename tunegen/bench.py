@@ -2,13 +2,13 @@
 
 Tens of calls are captured in a CUDA graph and the graph is replayed, so that no launch gap is measured. The calls
 rotate over sets of inputs, outputs and workspace of four times the last-level cache in all (at most MAX_SETS sets:
-below about 10 MB a call the data therefore stays in the cache, and microseconds rather than shares should be
-compared). Candidates are timed in interleaved blocks, their order rotated; every block also times a sentinel that
-moves the same bytes without arithmetic. The score is the median over blocks of time / sentinel time, which survives
-clocks, days and machines. A candidate is screened beside the best one so far, in the same blocks: it gets FIRST_BLOCKS,
-and SCREEN_BLOCKS in all unless it has lost by then (see `has_lost`). Finalists get FINAL_ROUNDS x FINAL_BLOCKS, each
-round on buffers of its own: where buffers lie changes times by up to a per cent, and only another allocation shows by
-how much.
+below about 10 MB a call the data therefore stays in the cache, and microseconds rather than shares should be compared).
+Candidates are timed in interleaved blocks, their order rotated; every block also times a sentinel that moves the same
+bytes without arithmetic. The score is the median over blocks of time / sentinel time, which survives clocks, days and
+machines. A candidate is screened beside the best one so far, in the same blocks: it gets FIRST_BLOCKS, and
+SCREEN_BLOCKS in all unless it has lost by then (see `has_lost`). Finalists get FINAL_ROUNDS x FINAL_BLOCKS, each round
+on buffers of its own: where buffers lie changes times by up to a per cent, and only another allocation shows by how
+much.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import operator
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -142,7 +143,8 @@ class Bench:
         return lambda i: calls[i]()
 
     def capture(self, call: Call) -> Timed:
-        """Run every set once, then capture the rotation as a graph. What a call returns is dropped at once.
+        """Run every set once, then capture the rotation as a graph. What a call returns is kept until its set's next
+        turn: else torch's outputs would lie in one place, which stays in the cache, while templates have one a set.
 
         Once is enough: a template's kernels were loaded when it was bound, and what torch loads, compiles or allocates
         for a set it does at the first call. Nothing waits for the GPU here: capturing needs no result, and takes the
@@ -152,11 +154,12 @@ class Bench:
             for i in range(self.sets):
                 call(i)
             graph = torch.cuda.CUDAGraph()
+            outputs: deque[object] = deque(maxlen=self.sets)
             # Not `with torch.cuda.graph`, which gives all memory back to the driver first, candidate by candidate.
             graph.capture_begin()
             try:
                 for i in range(self.calls):
-                    call(i % self.sets)
+                    outputs.append(call(i % self.sets))
             except BaseException:
                 with suppress(Exception):  # else an error of the broken capture would hide the candidate's own
                     graph.capture_end()

@@ -18,7 +18,7 @@ RMS_NORM = "rms_norm"
 """The op that is meant where none is named."""
 TORCH_FAMILY = "torch"
 """The family of torch's own op, which competes with the templates."""
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of what a stored time means (`bench`), a part of the key; more blocks of the same mean the same."""
 
 Value = int | str
