@@ -24,7 +24,7 @@ def default_rendering(op: str, template: str) -> str:
     problem = Problem(op, direction, 4096, 16384, weight_grad=direction == "backward")
     found = load_space(op).family(direction, family)
     assert found is not None, f"{template} has no family in the search space"
-    structure = {name: word for name, word in {"RSTD": "saved", "PDL": "on"}.items() if name in found.parameters}
+    structure = {name: word for name, word in {"RSTD": "saved", "PDL": "late"}.items() if name in found.parameters}
     spec = op_spec(op)
     return render(op, template, spec.flags(problem, Config.of(family, structure))[-1]).text
 

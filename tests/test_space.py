@@ -453,7 +453,8 @@ def test_known_good_backward_is_in_the_space(
 def test_known_good_backward_of_wide_rows_is_in_the_space(space: SearchSpace, rows: int, hidden: int) -> None:
     problem = backward(hidden, rows)
     chosen = {"BLOCK_SIZE": 2048, "STAGES": 4, "PROGRAMS_PER_SM": 6, "num_warps": 2}
-    assert len(space.candidates(problem, H200, "split_row_meet", chosen)) == 1
+    found = space.candidates(problem, H200, "split_row_meet", chosen)
+    assert {c["PDL"] for c in found} == {"late", "early"}
     default = space.default(problem, H200)
     assert default is not None
     assert default.family == "split_row_meet"
@@ -504,7 +505,11 @@ def test_knobs_that_matter_are_searched_at_4096(space: SearchSpace) -> None:
         points = {(c["ROWS"], c["num_warps"], c["STAGES"], c["PROGRAMS_PER_SM"]) for c in found}
         wanted = set(itertools.product((1, 2), (4, 8, 16), (1, 3, 4), (1, 2)))
         # One row, no prefetch, one program: 16 KB in flight, two thirds of what an H200 needs.
-        assert wanted - points == {(1, warps, 1, 1) for warps in (4, 8, 16)}
+        lacking = {(1, warps, 1, 1) for warps in (4, 8, 16)}
+        # Two rows without prefetch came nowhere near the best: .5 of a copy where prefetch reaches .9.
+        lacking |= {(2, warps, 1, programs) for warps in (4, 8, 16) for programs in (1, 2)}
+        assert wanted - points == lacking
+        assert {c["PDL"] for c in found} == {"late", "early"}
         assert {c["RSTD"] for c in found} == {"saved", "recomputed"}
 
 
@@ -525,7 +530,7 @@ def test_sizes_at_4096(space: SearchSpace) -> None:
         problem = direction(4096, rows)
         for family in space.families(problem, H200):
             distinct |= {(problem.direction, c) for c in space.candidates(problem, H200, family.name)}
-    assert 150 <= len(distinct) <= 260
+    assert 150 <= len(distinct) <= 280
 
 
 def test_sizes_at_4096_with_a_residual() -> None:

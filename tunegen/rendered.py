@@ -34,8 +34,8 @@ def render_kernel(
 
 
 def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, target: Silicon) -> tuple[Config, str]:
-    """The config as far as it is given, whole if that says all; words that are not given are the first choice of the
-    search space, since the text depends on them."""
+    """The config as far as it is given, whole if that says all; words that are not given, since the text depends on them,
+    are those of the first valid config with what is given, else the first choice of the search space."""
     space = load_space(problem.op)
     family = space.family(problem.direction, name)
     if family is None:
@@ -43,9 +43,9 @@ def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, 
     names = names_of(problem, target)
     _check_given(family, parameters, names)
     choices = {key: domain for key, domain in family.parameters.items() if not isinstance(domain, Rule)}
-    words = {
-        key: value for key, value in next(combinations(family.parameters, names)).items() if isinstance(value, str)
-    }
+    domains = {**family.parameters, **{key: (value,) for key, value in parameters.items()}}
+    first = next(family.configs(domains, names), None) or Config.of(name, next(combinations(family.parameters, names)))
+    words = {key: value for key, value in first.parameters if isinstance(value, str)}
     chosen = {**words, **parameters}
     domains = {**family.parameters, **{key: (value,) for key, value in chosen.items()}}
     whole = chosen.keys() >= choices.keys()

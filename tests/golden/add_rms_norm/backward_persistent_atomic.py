@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/add_rms_norm/backward_persistent_atomic.py.jinja: edit the template, not this file.
-# PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False residual=True weight=True
+# PDL=late RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False residual=True weight=True
 """Backward, persistent with atomic dw: as persistent_partials, but each program adds its share of dw to one row of sums, in any
 order: less workspace, and dw differs from run to run in its last bits."""
 

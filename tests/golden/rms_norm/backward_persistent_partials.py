@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_persistent_partials.py.jinja: edit the template, not this file.
-# PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
+# PDL=late RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
 """Backward, two-pass dw: a fixed number of programs walk over tiles of rows, each keeps its share of dw in registers and writes
 it once as a partial row; a second kernel adds the partial rows. Deterministic for a given number of programs."""
 

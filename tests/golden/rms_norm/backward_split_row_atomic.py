@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_split_row_atomic.py.jinja: edit the template, not this file.
-# PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
+# PDL=late RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
 """Backward, split row with atomics: SPLITS programs a row add their parts of the row's sums; then each program of a second kernel
 walks over rows of one column part, writes dx, keeps its share of dw in registers and adds it once; a third kernel casts dw."""
 

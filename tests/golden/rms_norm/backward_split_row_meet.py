@@ -1,5 +1,5 @@
 # Rendered by tunegen from templates/rms_norm/backward_split_row_meet.py.jinja: edit the template, not this file.
-# PDL=on RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
+# PDL=late RSTD=saved acc=tl.float32 acc_name=fp32 accumulate_dw=False casting=fp32 nested=() offset=False weight=True
 """Backward of wide rows, each byte read once: SPLITS programs share a row, each has a column part of the weight and of dw in registers,
 and a ring of STAGES tiles in shared memory that asynchronous copies fill. They meet through memory: a part's dot is published one
 step before the whole is read, and the tile read again from the ring. All programs run at the same time, else they would wait for ever.
