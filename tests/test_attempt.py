@@ -103,7 +103,8 @@ def test_file_has_what_families_compute(tmp_path, template, name, given, compute
         (
             "backward_persistent_partials",
             {"STAGES": 1},
-            r"needs PDL, RSTD, PROGRAMS_PER_SM, ROWS too: give values, such as PDL=\w+ RSTD=\w+ PROGRAMS_PER_SM=\d+ ROWS=\d+$",
+            r"needs PDL, RSTD, PROGRAMS_PER_SM, ROWS too: give values, such as "
+            r"PDL=\w+ RSTD=\w+ PROGRAMS_PER_SM=\d+ ROWS=\d+$",
         ),
     ],
 )

@@ -34,8 +34,8 @@ def render_kernel(
 
 
 def _given(problem: Problem, name: str, parameters: dict[str, Value], db: Path, target: Silicon) -> tuple[Config, str]:
-    """The config as far as it is given, whole if that says all; words that are not given, since the text depends on them,
-    are those of the first valid config with what is given, else the first choice of the search space."""
+    """The config as far as it is given, whole if that says all. The text depends on words: those that are not given are
+    the first valid config's that has what is given, else the first choices of the search space."""
     space = load_space(problem.op)
     family = space.family(problem.direction, name)
     if family is None:
