@@ -2,9 +2,10 @@
 
     python benchmarks/cost_model.py tune.db [more.db ...] [--arch sm_90] [--blind] [--out figures.json]
 
-Reads what sweeps on that GPU stored. For every problem and family with at least ten timed candidates: Spearman's rank
-correlation of estimate and time, and how many of the five fastest stand in the model's first fifth (at least five
-places). `--blind` withholds what the compiler spent: that is how the sampler orders candidates before it compiles.
+Reads what sweeps on that GPU stored. For every problem and family with at least ten timed candidates that the search
+space still has: Spearman's rank correlation of estimate and time, and how many of the five fastest stand in the
+model's first fifth (at least five places). `--blind` withholds what the compiler spent: that is how the sampler orders
+candidates before it compiles.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from measured import Candidate, plan_of, read, spec_of
 from tunegen.estimate import estimate_us
 from tunegen.model import Silicon
 from tunegen.silicon import of_arch
+from tunegen.space import load_space
 
 SMALLEST_GROUP = 10
 TOP = 5
@@ -48,6 +50,12 @@ def top_share(estimates: Sequence[float], times: Sequence[float]) -> float:
     better = [sum(e < estimates[i] for e in estimates) for i in fastest]
     tied = [estimates.count(estimates[i]) for i in fastest]
     return sum(min(max(places - b, 0) / t, 1.0) for b, t in zip(better, tied, strict=True)) / TOP
+
+
+def offered(candidate: Candidate, silicon: Silicon) -> bool:
+    """Whether the search space has it today."""
+    problem, config = candidate.problem, candidate.config
+    return load_space(problem.op).check(problem, silicon, config) is None
 
 
 def figures(candidates: Sequence[Candidate], silicon: Silicon, blind: bool) -> list[dict[str, Any]]:
@@ -100,7 +108,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     silicon = of_arch(options.arch)
-    rows = [row for group in read(options.databases).values() for row in figures(group, silicon, options.blind)]
+    rows = [
+        row
+        for group in read(options.databases).values()
+        for row in figures([c for c in group if offered(c, silicon)], silicon, options.blind)
+    ]
     for row in rows:
         print(f"{row['problem']:34} {row['family']:20} {row['candidates']:4} {row['spearman']:7.3f} {row['top']:5.2f}")
     summaries = {"all": summary(rows)}

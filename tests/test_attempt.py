@@ -84,8 +84,8 @@ def copy_of(tmp_path, template, name=None):
         (
             "backward_persistent_partials",
             "backward_persistent_partials",
-            {"ROWS": 1, "STAGES": 1, "PROGRAMS_PER_SM": 1, "RSTD": "saved", "PDL": "early"},
-            {"BLOCK_SIZE": 4096},
+            {"ROWS": 1, "STAGES": 1, "PROGRAMS_PER_SM": 1, "RSTD": "saved"},
+            {"BLOCK_SIZE": 4096, "PDL": "late"},
         ),
     ],
 )
@@ -103,8 +103,7 @@ def test_file_has_what_families_compute(tmp_path, template, name, given, compute
         (
             "backward_persistent_partials",
             {"STAGES": 1},
-            r"needs PDL, RSTD, PROGRAMS_PER_SM, ROWS too: give values, such as "
-            r"PDL=\w+ RSTD=\w+ PROGRAMS_PER_SM=\d+ ROWS=\d+$",
+            r"needs RSTD, PROGRAMS_PER_SM, ROWS too: give values, such as RSTD=\w+ PROGRAMS_PER_SM=\d+ ROWS=\d+$",
         ),
     ],
 )

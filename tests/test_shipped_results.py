@@ -20,7 +20,7 @@ from tunegen.store import Store
 FILE = paths.PACKAGE.parent / "cache" / "h200.jsonl.xz"
 MADE_OF = {"rms_norm": ("fp32", "bf16"), "add_rms_norm": ("bf16",)}
 """Dtypes of x whose defaults an operator has, in the order in which they stand; those of bf16 serve fp16 too."""
-PROBLEMS = {("rms_norm", "bf16"): 50, ("rms_norm", "fp16"): 4, ("rms_norm", "fp32"): 4, ("add_rms_norm", "bf16"): 11}
+PROBLEMS = {("rms_norm", "bf16"): 57, ("rms_norm", "fp16"): 4, ("rms_norm", "fp32"): 4, ("add_rms_norm", "bf16"): 18}
 SECTIONS = [(op, direction) for op in MADE_OF for direction in ("forward", "backward")]
 
 
@@ -72,8 +72,7 @@ def test_it_is_of_one_h200_whose_facts_are_those_that_kernels_are_compiled_for(d
         [chip] = store.rows("SELECT * FROM silicon", {})
         sweeps = store.rows("SELECT * FROM sweeps", {})
     assert {(row["torch"], row["triton"]) for row in sweeps} == {("2.11.0+cu130", "3.6.0")}
-    # The second timed `split_row_meet` again and was cut off in its last two problems, which are left out of the file.
-    assert [row["state"] for row in sweeps] == ["finished", "interrupted"]
+    assert [row["state"] for row in sweeps] == ["finished"]
     assert {name: chip[name] for name in ("name", *FACTS)} == {name: getattr(H200, name) for name in ("name", *FACTS)}
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .model import DTYPE_BYTES, Config, Plan, Problem, Resources, Silicon
+from .model import DTYPE_BYTES, Config, Launch, Plan, Problem, Resources, Silicon
 from .ops import row_tensors
 from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
@@ -53,6 +53,10 @@ ATOMIC = 0.004  # an addition to memory, when all multiprocessors add
 CROWD = 55000  # bytes under way on a multiprocessor beyond which they only queue
 CONGESTION = 0.08  # bandwidth lost for each CROWD more, in as far as the traffic reaches the memory
 CLOSING_BYTES = 8192  # bytes under way of one program of a closing kernel
+CLOSING_REGISTERS = 44  # of a thread of one
+EARLY = 300.0  # saved by a closing kernel whose programs wait beside the first kernel's
+NO_ROOM = 800.0  # lost if they would, and find no room there
+LITTLE_ROOM = 1500.0  # lost if some of them find room: the others start when those have ended
 SHARPNESS = 7.0  # how nearly the slowest bound decides alone: the exponent of a norm over them
 
 
@@ -193,6 +197,20 @@ def columns_ns(over: Pass, silicon: Silicon) -> float:
     return max(LATENCY + steps * serial + closing, each * steps * loaded * ISSUE)
 
 
+def waiting_ns(over: Pass, resources: Resources, closing: Launch, silicon: Silicon) -> float:
+    """Nanoseconds that a closing kernel costs, or saves if negative, by waiting beside the programs of a pass."""
+    each = math.ceil(over.programs / silicon.sms)
+    beside = each if over.together else min(resident_programs(resources, over.config, silicon), each)
+    registers = math.ceil((resources.registers or 32) / 8) * 8
+    free = REGISTERS_PER_SM - beside * 32 * over.config.num_warps * registers
+    fitting = free // (32 * (closing.num_warps or over.config.num_warps) * CLOSING_REGISTERS)
+    if fitting >= math.ceil(math.prod(closing.grid) / silicon.sms):
+        return -EARLY
+    if over.together:
+        return EARLY  # programs that meet fill a multiprocessor, and end at the same time
+    return LITTLE_ROOM if fitting > 0 else NO_ROOM
+
+
 def estimate_us(
     spec: OpSpec, problem: Problem, config: Config, plan: Plan, resources: Resources | None, silicon: Silicon
 ) -> float:
@@ -217,6 +235,8 @@ def estimate_us(
         else:  # a closing kernel, over the workspace
             latency = L2_LATENCY if 2 * scratch < silicon.l2_bytes else BUSY
             total += LATENCY + scratch / programs / CLOSING_BYTES * latency
+            if config.structure.get("PDL") == "early":
+                total += waiting_ns(over, resources, launch, silicon)
     for item in plan.scratch.values():
         if item.zero:  # filled by a kernel of its own, then added to by every program
             added = tile.columns if item.shape[-1] == problem.hidden else tile.rows
