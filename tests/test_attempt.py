@@ -84,8 +84,8 @@ def copy_of(tmp_path, template, name=None):
         (
             "backward_persistent_partials",
             "backward_persistent_partials",
-            {"ROWS": 1, "STAGES": 1, "PROGRAMS_PER_SM": 1, "RSTD": "saved"},
-            {"BLOCK_SIZE": 4096, "PDL": "late"},
+            {"ROWS": 1, "STAGES": 1, "PROGRAMS_PER_SM": 1, "RSTD": "saved", "PDL": "early"},
+            {"BLOCK_SIZE": 4096},
         ),
     ],
 )
