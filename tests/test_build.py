@@ -19,11 +19,12 @@ from test_cli import SWEEP, process
 
 from tunegen import dispatch, launch
 from tunegen import render as rendering
-from tunegen.compile import compile_candidate, load
+from tunegen.compile import compile_candidate
 from tunegen.errors import BuildError, CompileError
 from tunegen.launch import Variant
 from tunegen.model import Config, Problem
 from tunegen.ops import op_spec
+from tunegen.plans import load
 from tunegen.store import Store
 
 SPEC = op_spec("rms_norm")

@@ -23,12 +23,12 @@ from rich.console import Console
 
 from tunegen import cli, dispatch, paths
 from tunegen.commands import show_rows
-from tunegen.compile import load
 from tunegen.dispatch import triton_minor
 from tunegen.errors import TunegenError
 from tunegen.exported import Exported
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
 from tunegen.ops import op_spec
+from tunegen.plans import load
 from tunegen.render import combined_digest, render
 from tunegen.space import load_space
 from tunegen.store import Store

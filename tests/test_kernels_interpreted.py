@@ -26,12 +26,12 @@ from kernel_cases import (
 )
 from turns import take_turns
 
-from tunegen.compile import load
 from tunegen.expressions import Rule
 from tunegen.launch import Variant
 from tunegen.layouts import rows_of
 from tunegen.model import RMS_NORM, Config, Problem, Silicon
 from tunegen.ops import op_spec, rms_norm_spec
+from tunegen.plans import load
 from tunegen.render import render, rendering
 from tunegen.verify import variant_runner
 

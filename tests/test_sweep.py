@@ -501,6 +501,7 @@ BROKEN = {
     "importing": ("raise ValueError('no table')\n", "forward_importing.py.jinja: ValueError: no table"),
     "planless": ("SAVE_RSTD = {{ save_rstd }}\n", "forward_planless.py.jinja has no plan(p)"),
     "planning": ("def plan(p):\n    return p.M / 0\n", "forward_planning.py.jinja: ZeroDivisionError: "),
+    "halved": (KERNEL.replace("(1,)", "(p.M / 2,)"), "forward_halved.py.jinja: the grid of forward_binding is ("),
     "binding": (KERNEL, "forward_binding has an argument gamma_ptr, which no parameter or tensor gives"),
 }
 """Templates that are no good, by family, and the reason that is stored."""
