@@ -31,6 +31,19 @@ def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
+    check_contract(eps, offset, casting)
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
+        raise TypeError(f"weight must be a tensor of {_dtypes()} or None, got {_kind(weight)}")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have shape ({x.shape[-1]},), the last axis of x, got {tuple(weight.shape)}")
+    if weight.device != x.device:
+        raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
+
+
+def check_contract(eps: float, offset: float, casting: str) -> None:
+    """Raise what `rms_norm` documents of arguments that are no tensors."""
     for name, value in (("eps", eps), ("offset", offset)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             remedy = f"pass float({name})" if value is not None else "give one, such as 1e-6"
@@ -41,14 +54,6 @@ def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         raise ValueError(f"eps must be at least 0, got {eps}")
     if casting not in CASTINGS:
         raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
-    if weight is None:
-        return
-    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
-        raise TypeError(f"weight must be a tensor of {_dtypes()} or None, got {_kind(weight)}")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have shape ({x.shape[-1]},), the last axis of x, got {tuple(weight.shape)}")
-    if weight.device != x.device:
-        raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
 
 
 def _dtypes() -> str:
