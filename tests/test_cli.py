@@ -57,6 +57,15 @@ def refused(*arguments):
     return told[0]
 
 
+def test_a_current_folder_that_is_deleted_is_one_line(tmp_path, monkeypatch):
+    """torch, loaded there, ends the process in the middle of it; new_folder ended in a traceback."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for command in (["show"], ["sweep", "--hidden", 256, "--arch", "sm_90", "--db", "tune.db"], ["export", "file"]):
+        assert refused(*command) == "tunegen: the current folder has been deleted: change to one that is there"
+
+
 # Bad input
 
 

@@ -110,7 +110,7 @@ def _build_folder() -> Path:
     folder = paths.build_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(folder, os.W_OK):
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "not writable", str(folder))
     except OSError as error:
         return _private_folder(str(error))
