@@ -200,6 +200,34 @@ def test_broken_file_is_told_with_its_reason(tmp_path):
     assert "'nothing' is undefined" in found.trial.reason
 
 
+WRONG = {
+    "jinja": (
+        "{% if weight %}\n    w_ptr",
+        "{% if weight & %}\n    w_ptr",
+        "    {% if weight & %}",
+        "TemplateSyntaxError: ",
+    ),
+    "undefined": ("eps: {{ acc }},", "eps: {{ acc_ }},", "    eps: {{ acc_ }},", "UndefinedError: 'acc_' is undefined"),
+    "python": ("def plan(p):", "def plan(p:", "def plan(p:", "renders to invalid Python: "),
+    "behind": ("    N: tl.constexpr,\n", "    N tl.constexpr,\n", "    N tl.constexpr,", "renders to invalid Python: "),
+}
+"""Mistakes in a template: the text, what stands there instead, the line that is named, and what is said of it."""
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", WRONG)
+def test_mistake_of_a_template_is_told_with_its_line(tmp_path, name):
+    """Of the template: the rendered file, of which a line was named, is nowhere to be seen."""
+    old, new, line, words = WRONG[name]
+    path = tmp_path / "forward_mine.py.jinja"
+    text = (TEMPLATES / "forward_two_pass.py.jinja").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    number = path.read_text().split("\n").index(line) + 1
+    told = " ".join(run("rms_norm.forward", str(path), "CHUNK=256").output.split())
+    assert f"reason forward_mine.py.jinja, line {number}: {words}" in told
+
+
 def test_numbers_that_a_file_does_not_use_are_refused(tmp_path):
     path = tmp_path / "forward_mine.py.jinja"
     path.write_text((TEMPLATES / "forward_two_pass.py.jinja").read_text())
