@@ -55,3 +55,16 @@ def test_mistake_in_a_part_names_the_part_and_what_includes_it(tmp_path, part, w
     with pytest.raises(RenderError) as caught:
         render.render("rms_norm", str(path), {"save_rstd": True})
     assert str(caught.value).startswith(f"forward_mine.py.jinja: _part.py.jinja, line 3: {words}")
+
+
+@pytest.mark.parametrize(
+    "tags", ["{% set n %}\n7\n{% endset %}\n{{ n | int }}", "{% set n %}\n7\n{% endset %}\n{{ 6 // (n | int) }}"]
+)
+def test_template_that_cannot_bear_marks_is_told_by_its_rendered_line(tmp_path, tags):
+    """As the whole of it was: the marks change what it renders, or let it fail."""
+    path = tmp_path / "forward_mine.py.jinja"
+    path.write_text(f"a = (\n{tags}\n")
+    with pytest.raises(
+        RenderError, match=r"^forward_mine\.py\.jinja renders to invalid Python, line 3: '\(' was never"
+    ):
+        render.render("rms_norm", str(path), {})

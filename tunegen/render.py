@@ -66,13 +66,20 @@ def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: 
         digest = code_digest(header + body, name)
     except RenderError as error:
         wrong = error.__cause__
-        line = getattr(wrong, "lineno", None) or 0
-        rendered = _environment(folders, marked=True).get_template(name).render(dict(flags))
-        found = places.origin(rendered, body, max(line - header.count("\n"), 1))
+        line = (getattr(wrong, "lineno", None) or 0) - header.count("\n")
+        found = _origin(folders, name, dict(flags), body, max(line, 1))
         if found is None:
             raise
         raise RenderError(f"{_place(name, found)}: renders to invalid Python: {getattr(wrong, 'msg', '')}") from wrong
     return KernelSource(op, template, header + body, digest, dict(flags))
+
+
+def _origin(folders: tuple[str, ...], name: str, flags: dict[str, Any], body: str, line: int) -> tuple[str, int] | None:
+    """The template and its line that a line of `body`, a rendering, comes from; None where that cannot be told."""
+    try:
+        return places.origin(_environment(folders, marked=True).get_template(name).render(flags), body, line)
+    except Exception:  # of a template that cannot bear the marks
+        return None
 
 
 def _place(name: str, found: tuple[str, int] | None) -> str:
