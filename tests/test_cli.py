@@ -66,6 +66,13 @@ def test_a_current_folder_that_is_deleted_is_one_line(tmp_path, monkeypatch):
         assert refused(*command) == "tunegen: the current folder has been deleted: change to one that is there"
 
 
+def test_a_pipe_is_no_database(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for command in ("explain", "render forward"):
+        told = refused(*command.split(), "--hidden", 256, "--rows", 4, "--arch", "sm_90", "--db", tmp_path / "pipe")
+        assert told == f"tunegen: {tmp_path}/pipe is no plain file; {paths.ANOTHER_DATABASE}"
+
+
 # Bad input
 
 
