@@ -15,9 +15,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunegen.compile import load, make_plan
 from tunegen.model import Config, Plan, Problem, Resources, Silicon
 from tunegen.ops import op_spec
+from tunegen.plans import load, make_plan
 from tunegen.render import renderings
 from tunegen.spec import OpSpec
 from tunegen.store import Store

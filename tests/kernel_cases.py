@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tunegen.compile import load, make_plan
 from tunegen.expressions import Rule
 from tunegen.launch import Variant
 from tunegen.model import Config, Problem, Scratch, Silicon
 from tunegen.ops import OPS, op_spec
+from tunegen.plans import load, make_plan
 from tunegen.reference import DTYPES
 from tunegen.render import render, templates
 from tunegen.space import Family, SearchSpace, load_space, names_of

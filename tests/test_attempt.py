@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -13,10 +14,11 @@ from rich.console import Console
 
 from tunegen import cli, paths
 from tunegen.attempt import attempt, config_of
-from tunegen.errors import TunegenError
+from tunegen.errors import PlanError, TunegenError
 from tunegen.expressions import Rule
-from tunegen.model import Config, Problem, TrialState
+from tunegen.model import Config, Launch, Plan, Problem, TrialState
 from tunegen.ops import op_spec
+from tunegen.plans import make_plan, timed_plan
 from tunegen.render import render, renderings
 from tunegen.silicon import of_arch
 from tunegen.single import CPU_CHECK
@@ -198,6 +200,34 @@ def test_broken_file_is_told_with_its_reason(tmp_path):
     assert "'nothing' is undefined" in found.trial.reason
 
 
+WRONG = {
+    "jinja": (
+        "{% if weight %}\n    w_ptr",
+        "{% if weight & %}\n    w_ptr",
+        "    {% if weight & %}",
+        "TemplateSyntaxError: ",
+    ),
+    "undefined": ("eps: {{ acc }},", "eps: {{ acc_ }},", "    eps: {{ acc_ }},", "UndefinedError: 'acc_' is undefined"),
+    "python": ("def plan(p):", "def plan(p:", "def plan(p:", "renders to invalid Python: "),
+    "behind": ("    N: tl.constexpr,\n", "    N tl.constexpr,\n", "    N tl.constexpr,", "renders to invalid Python: "),
+}
+"""Mistakes in a template: the text, what stands there instead, the line that is named, and what is said of it."""
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", WRONG)
+def test_mistake_of_a_template_is_told_with_its_line(tmp_path, name):
+    """Of the template: the rendered file, of which a line was named, is nowhere to be seen."""
+    old, new, line, words = WRONG[name]
+    path = tmp_path / "forward_mine.py.jinja"
+    text = (TEMPLATES / "forward_two_pass.py.jinja").read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    number = path.read_text().split("\n").index(line) + 1
+    told = " ".join(run("rms_norm.forward", str(path), "CHUNK=256").output.split())
+    assert f"reason forward_mine.py.jinja, line {number}: {words}" in told
+
+
 def test_numbers_that_a_file_does_not_use_are_refused(tmp_path):
     path = tmp_path / "forward_mine.py.jinja"
     path.write_text((TEMPLATES / "forward_two_pass.py.jinja").read_text())
@@ -223,6 +253,81 @@ def test_mistakes_in_a_file_are_named_with_their_place(tmp_path, old, new, words
     found = attempt(FORWARD, Config.of(str(path), {"CHUNK": 1024}), H200, None).trial
     assert found.state is TrialState.COMPILE
     assert re.search(words, found.reason), found.reason
+
+
+ONE = "(Launch(forward_two_pass, (p.M,)),)"
+
+
+GRIDS = {
+    "(p.M / 2,)": "(512.0,)",
+    "()": "()",
+    "(0,)": "(0,)",
+    "(p.M, -1)": "(1024, -1)",
+    "(p.M, True)": "(1024, True)",
+    "(1, 65536)": "(1, 65536)",
+    "(2**31,)": "(2147483648,)",
+    "(p.M, 1, 1, 1)": "(1024, 1, 1, 1)",
+    "p.M": "1024",
+    "None": "None",
+}
+SHAPED = "scratch 's' must be a Scratch of a shape of integers (divide by //) and a dtype of "
+PLANS = {
+    "(Launch(forward_two_pass, (p.M,), 4),)": "the values of forward_two_pass must be a mapping of names to ",
+    "()": "Plan.launches must be a tuple of Launch, such as (launch,), got ()",
+    ONE[1:-2]: "Plan.launches must be a tuple of Launch, such as (launch,), got Launch(",
+    "(print,)": "Plan.launches must be a tuple of Launch, such as (launch,), got (<built-in",
+    f"{ONE}, [1]": "Plan.scratch must be a mapping of names to Scratch, got [1]",
+    f"{ONE}, {{'s': (4, 'fp32')}}": SHAPED,
+    f"{ONE}, {{'s': Scratch((p.M / 2,), 'fp32')}}": SHAPED,
+    f"{ONE}, {{'s': Scratch((p.M,), 'int8')}}": SHAPED,
+}
+"""What a plan must not return, and what is said of it."""
+
+
+def with_launches(tmp_path, launches):
+    text = (TEMPLATES / "forward_two_pass.py.jinja").read_text()
+    assert f"Plan({ONE})" in text
+    path = tmp_path / "forward_mine.py.jinja"
+    text = text.replace("import Launch, Plan", "import Launch, Plan, Scratch")
+    path.write_text(text.replace(f"Plan({ONE})", f"Plan({launches})"))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("launches", "words"),
+    [
+        *(
+            (f"(Launch(forward_two_pass, {grid}),)", f"the grid of forward_two_pass is {s}, but ")
+            for grid, s in GRIDS.items()
+        ),
+        *PLANS.items(),
+    ],
+)
+def test_plan_that_no_gpu_could_launch_is_refused(tmp_path, launches, words):
+    """By the template's name, with the value and what it may be: (p.M / 2,) went as far as the launch."""
+    config = Config.of(with_launches(tmp_path, launches), {"CHUNK": 256})
+    with pytest.raises(PlanError) as caught:
+        timed_plan(op_spec("rms_norm"), FORWARD, config, H200)
+    assert str(caught.value).startswith(f"forward_mine.py.jinja: {words}")
+    assert str(caught.value).endswith(", for 1024 rows")
+
+
+@pytest.mark.compiler
+def test_plan_that_divides_is_told_by_the_command(tmp_path):
+    path = with_launches(tmp_path, "(Launch(forward_two_pass, (p.M / 2,)),)")
+    done = run("rms_norm.forward", path, "CHUNK=256", "--rows", "1024")
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert " ".join(done.output.split()).endswith(
+        "forward_mine.py.jinja: the grid of forward_two_pass is (512.0,), but must be a tuple of one to three integers "
+        "from 1 to 2147483647, 65535 and 65535; divide by // or triton.cdiv, and put rows first, for 1024 rows"
+        " not in space a template file"
+    )
+
+
+def test_plans_of_all_ranks_and_limits_are_taken():
+    for grid in [(1,), (2**31 - 1, 65535, 65535), [4, 2]]:
+        module = SimpleNamespace(__name__="forward_mine_0", plan=lambda p, grid=grid: Plan((Launch(len, grid),)))
+        assert make_plan(module, Config.of("mine", {}), 256, 4, 132).launches[0].grid == grid
 
 
 @pytest.mark.compiler

@@ -23,10 +23,11 @@ from tunegen.bench import (
     steady_blocks,
     summarize,
 )
-from tunegen.compile import ArgumentClass, compile_launch, integer_class, load, make_plan
+from tunegen.compile import ArgumentClass, compile_launch, integer_class
 from tunegen.launch import Variant
 from tunegen.model import Conditions, Config, Problem
 from tunegen.ops import OPS, op_spec, row_tensors
+from tunegen.plans import load, make_plan
 from tunegen.render import render
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pwd
 import re
 import sys
 import tempfile
@@ -17,13 +18,14 @@ from fake_gpu import H200
 from helpers import assert_right, draw, exact, interpret_kernels, run, weight_of
 from test_cli import SWEEP, process
 
-from tunegen import dispatch, launch
+from tunegen import dispatch, launch, paths
 from tunegen import render as rendering
-from tunegen.compile import compile_candidate, load
+from tunegen.compile import compile_candidate
 from tunegen.errors import BuildError, CompileError
 from tunegen.launch import Variant
 from tunegen.model import Config, Problem
 from tunegen.ops import op_spec
+from tunegen.plans import load
 from tunegen.store import Store
 
 SPEC = op_spec("rms_norm")
@@ -34,6 +36,10 @@ SOURCE = rendering.renderings(PROBLEM, CONFIG, SPEC)[0]
 
 def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def closed(path, *_, **__):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 @pytest.fixture
@@ -129,6 +135,69 @@ def test_op_runs_in_torch_and_says_why(build, monkeypatch, caplog):
     monkeypatch.setattr(os, "replace", full)
     said = said_while_torch_answers(caplog)
     assert all("No space left on device; free space there or set TUNEGEN_BUILD" in s for s in said)
+
+
+@pytest.mark.interpreter
+def test_current_folder_that_is_deleted_costs_no_result(build, monkeypatch, caplog, tmp_path):
+    """Whatever is named by a relative path is not there; an error came up in the caller's norm."""
+    interpret_kernels(monkeypatch)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("TUNEGEN_DB", "tune.db")
+    monkeypatch.setenv("TUNEGEN_BUILD", "build")
+    x, w, dy = draw(3, 64), weight_of(64), draw(3, 64, seed=2)
+    assert_right(run(x, w, dy), exact(x, w, dy), x, w)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("cannot keep rendered kernels ([Errno 2] No such file or directory")
+    dispatch.forget()
+
+
+def test_folder_that_cannot_be_entered_gives_way_to_a_temporary_one(build, monkeypatch, caplog):
+    """It was taken for one that can be written: each kernel then failed, with a warning of its own."""
+    build.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
+    found = [rendering.write(SOURCE) for _ in range(2)]
+    assert found[0].parent.parent == Path(tempfile.gettempdir())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"not writable: '{build}'" in said
+
+
+# Users without a home folder
+
+
+@pytest.fixture
+def homeless(build, monkeypatch):
+    def nobody(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "TUNEGEN_DB", "TUNEGEN_BUILD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(paths, "in_checkout", lambda: False)
+
+
+@pytest.mark.parametrize("folder", [None, "~/.cache/tunegen"], ids=["platformdirs raises", "platformdirs returns ~"])
+def test_user_without_a_home_has_that_of_the_root_folder(homeless, monkeypatch, folder):
+    if folder is not None:  # as it did in earlier releases: a folder ~ was made wherever the caller was
+        monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_, **__: folder)
+    assert paths.database() == Path("/.cache/tunegen/tune.db")
+    assert paths.build_folder() == Path("/.cache/tunegen/build")
+
+
+@pytest.mark.interpreter
+def test_user_without_a_home_has_right_values_and_one_warning(homeless, monkeypatch, caplog):
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(paths, "resource", lambda name: paths.PACKAGE.parent / name)
+    monkeypatch.setattr(Path, "mkdir", closed)
+    x, w, dy = draw(3, 64), weight_of(64), draw(3, 64, seed=2)
+    assert_right(run(x, w, dy), exact(x, w, dy), x, w)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "cannot keep rendered kernels ([Errno 13] Permission denied: '/.cache/tunegen/build'): using "
+    )
+    assert said.endswith("; set TUNEGEN_BUILD")
+    dispatch.forget()
 
 
 # Templates that raise

@@ -23,12 +23,12 @@ from rich.console import Console
 
 from tunegen import cli, dispatch, paths
 from tunegen.commands import show_rows
-from tunegen.compile import load
 from tunegen.dispatch import triton_minor
 from tunegen.errors import TunegenError
 from tunegen.exported import Exported
 from tunegen.model import PROTOCOL, Config, Problem, Trial, TrialState
 from tunegen.ops import op_spec
+from tunegen.plans import load
 from tunegen.render import combined_digest, render
 from tunegen.space import load_space
 from tunegen.store import Store
@@ -55,6 +55,22 @@ def refused(*arguments):
     assert result.stderr.splitlines()[-1] == told[0], "nothing stands behind it"
     assert "Traceback" not in result.stderr
     return told[0]
+
+
+def test_a_current_folder_that_is_deleted_is_one_line(tmp_path, monkeypatch):
+    """torch, loaded there, ends the process in the middle of it; new_folder ended in a traceback."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for command in (["show"], ["sweep", "--hidden", 256, "--arch", "sm_90", "--db", "tune.db"], ["export", "file"]):
+        assert refused(*command) == "tunegen: the current folder has been deleted: change to one that is there"
+
+
+def test_a_pipe_is_no_database(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for command in ("explain", "render forward"):
+        told = refused(*command.split(), "--hidden", 256, "--rows", 4, "--arch", "sm_90", "--db", tmp_path / "pipe")
+        assert told == f"tunegen: {tmp_path}/pipe is no plain file; {paths.ANOTHER_DATABASE}"
 
 
 # Bad input

@@ -17,7 +17,9 @@ from fake_gpu import H200
 from stored import keep
 
 from tunegen import dispatch, packed, records
+from tunegen import exported as exported_file
 from tunegen.evaluate import TORCH
+from tunegen.importing import import_file
 from tunegen.migrations import STEPS
 from tunegen.model import Conditions, Measurement, Problem, Resources, Trial, TrialState
 from tunegen.silicon import of_arch
@@ -300,6 +302,20 @@ def test_file_that_is_no_text_or_not_there_is_refused(tmp_path):
     file.write_bytes(b"\xff\xfe\n")
     assert "no text in UTF-8" in refused(file, tmp_path / "x.db")
     assert "cannot read" in refused(tmp_path, tmp_path / "x.db")
+
+
+def test_a_line_without_an_end_is_refused(source, tmp_path, monkeypatch):
+    """/dev/zero was read until the memory was full."""
+    file = tmp_path / "x.jsonl"
+    with file.open("wb") as endless:
+        endless.truncate(2**30)  # of zeros, and takes no room on the disk
+    told = refused(file, tmp_path / "x.db")
+    assert f"{file}:1: the line: has more than {exported_file.LONGEST_LINE} characters; make one with `tunegen" in told
+    sound = exported(source)
+    monkeypatch.setattr(exported_file, "LONGEST_LINE", max(map(len, sound.read_text().split("\n"))) + 1)
+    import_file(sound, tmp_path / "y.db")
+    monkeypatch.setattr(exported_file, "LONGEST_LINE", exported_file.LONGEST_LINE - 2)
+    assert "has more than" in refused(sound, tmp_path / "z.db")
 
 
 def test_a_database_is_told_from_a_file_of_its_results(source, tmp_path):

@@ -52,6 +52,21 @@ def test_names_choices_and_rules(tmp_path, monkeypatch):
     assert not any(line.startswith("where    L2_BYTES") for line in lines)
 
 
+def test_a_family_without_its_template_is_told(tmp_path, monkeypatch):
+    """It was listed as if it were there."""
+    package = make_resources(tmp_path / "package")
+    monkeypatch.setattr(paths, "PACKAGE", package)
+    template = load_space("rms_norm").members["forward", "tile"].template
+    file = package / "templates" / "rms_norm" / f"{template}.py.jinja"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for there in (True, False):
+        file.write_text("") if there else file.unlink()
+        (row, *_) = json.loads(output("families", "--json"))
+        assert row["template"] == (f"rms_norm/{template}.py.jinja" if there else None)
+        told = "  NOT THERE: its template is missing, so no kernel of it can be made; reinstall tunegen\n"
+        assert (told not in output("families")) == there
+
+
 def test_every_name_of_expressions_has_its_words():
     assert MEANINGS.keys() == NAMES
 

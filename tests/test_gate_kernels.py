@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -162,6 +163,29 @@ def test_answers_come_in_the_order_of_the_questions(place):
     same, off, differs = findings.read()
     assert (same.largest, differs.largest) == (0.0, 1.0)
     assert off.squares > 0
+
+
+@pytest.mark.parametrize("kernel", ["differs", "deviates"])
+def test_a_launch_is_tried_again_where_threads_were_mixed_up(monkeypatch, kernel):
+    """Triton parses a kernel when it is first launched, as everywhere (`syntax`)."""
+    from tunegen import gate_kernels, syntax
+
+    tries = []
+
+    def launch(*arguments, **constants):
+        tries.append(constants)
+        if len(tries) == 1:
+            raise SystemError(f"{syntax.MIXED_UP} (before=84, after=86)")
+
+    monkeypatch.setattr(gate_kernels, kernel, defaultdict(lambda: launch))
+    got, want = output("fp32")
+    findings = in_kernels(torch.device("cpu"))
+    if kernel == "differs":
+        findings.same(got, got)
+    else:
+        findings.deviation(got, scaled(Expected(want)), "fp32")
+    assert len(tries) == 2
+    assert tries[0] == tries[1] != {}
 
 
 @pytest.mark.compiler

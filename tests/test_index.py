@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -361,6 +362,10 @@ def broken_files(sound):
     for bad in (["../x", parameters], [family, {**parameters, "ROWS": 1.5}], [family, []], [family], 7, [family, None]):
         yield with_answer([bad, why, stored])
     yield with_answer([config, why, [*stored[:4], float("inf"), *stored[5:]]])
+    half = "\ud800"  # of a pair of surrogates: JSON may say it, and no file can hold it
+    yield with_answer([config, half, stored])
+    yield with_answer([[family, {**parameters, "RSTD": half}], why, stored])
+    yield with_answer([config, why, [*stored[:5], half, *stored[6:]]])
     yield from (
         [],
         {},
@@ -523,6 +528,37 @@ def test_a_broken_entry_of_a_rendering_is_passed_over(place, wrong):
     index.file().write_text(json.dumps(broken))
     assert index.rendering(problem, config, HOWS[0]) == want
     assert place.entries() == sound
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_an_entry_of_a_rendering_with_half_a_surrogate_is_passed_over(place, number):
+    problem, config = FORWARD.problem(), place.ask(FORWARD)[0].config
+    want = index.rendering(problem, config, HOWS[0])
+    render.write(want)
+    sound = place.entries()
+    broken = json.loads(json.dumps(sound))
+    for entry in broken["renderings"].values():
+        entry[number] = [["casting", "\ud800"]] if number == 4 else "\ud800" * 16
+    index.file().write_text(json.dumps(broken))
+    assert index.rendering(problem, config, HOWS[0]) == want
+    assert place.entries() == sound
+
+
+def test_a_pipe_in_the_place_of_the_database_is_not_waited_for(place):
+    """To open one for reading waits for someone who writes."""
+
+    def late(*_):
+        raise RuntimeError("it waits")
+
+    os.mkfifo(place.db)
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(10)
+    try:
+        assert index.stamp() is None
+        assert place.ask()[0].config is not None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Processes.

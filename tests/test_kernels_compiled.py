@@ -22,13 +22,12 @@ from tunegen.compile import (
     compile_launch,
     expected_classes,
     launch_options,
-    load,
-    make_plan,
 )
 from tunegen.errors import CompileError
 from tunegen.layouts import rows_of
 from tunegen.model import Config, Launch, Problem, Silicon
 from tunegen.ops import OPS, op_spec
+from tunegen.plans import load, make_plan
 from tunegen.render import renderings
 from tunegen.silicon import of_arch
 from tunegen.space import load_space
@@ -266,8 +265,9 @@ def test_launchers_are_built_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 FRESH = """
 import json, os
-from tunegen.compile import compile_launch, expected_classes, load, make_plan
+from tunegen.compile import compile_launch, expected_classes
 from tunegen.ops import op_spec
+from tunegen.plans import load, make_plan
 from tunegen.model import Config, Problem
 from tunegen.render import renderings
 from tunegen.silicon import of_arch

@@ -18,9 +18,11 @@ LAYERS = {
     "inputs": (
         "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
-    "making": "render index migrations records liveness store packed exporting exported importing defaults sampler",
+    "making": (
+        "places render index migrations records liveness store packed exporting exported importing defaults sampler"
+    ),
     "running": (
-        "toolchain compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.main_grad "
+        "toolchain plans compile launch prepared lookup passing key dispatch ops.arguments ops.memory ops.main_grad "
         "ops.by_torch ops.notes ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm "
         "ops.rms_norm_module uncounted explanation warming"
     ),

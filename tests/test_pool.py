@@ -22,6 +22,7 @@ import pytest
 from fake_gpu import H200, PROBLEM, TILES, FakeGpu
 
 from tunegen import paths
+from tunegen.errors import PlanError
 from tunegen.liveness import process_identity
 from tunegen.model import Config, Problem, Resources, TrialState
 from tunegen.pool import CompilePool, compile_candidate, import_compiler
@@ -225,6 +226,18 @@ def test_what_is_known_is_not_compiled_again_whatever_the_rows(gpu):
         assert sorted(gpu.lines("compile")) == sorted(c.label() for c in TILES[:4])
         list(pool.compile(replace(PROBLEM, hidden=7), TILES[:1]))
     assert gpu.lines("compile").count(TILES[0].label()) == 2
+
+
+def planned_for_few_rows(problem, config, silicon):
+    if problem.rows > 64:
+        raise PlanError(f"no plan for {problem.rows} rows")
+    return GOOD
+
+
+def test_plan_that_fails_for_one_number_of_rows_costs_no_other():
+    with CompilePool(H200, 1, planned_for_few_rows) as pool:
+        found = [next(pool.compile(replace(PROBLEM, rows=rows), TILES[:1]))[1] for rows in (128, 64, 256)]
+    assert found == [(TrialState.COMPILE, "no plan for 128 rows"), GOOD, GOOD]
 
 
 def test_processes_end_with_the_pool(gpu):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from tunegen import dispatch, rms_norm
+from tunegen import add_rms_norm, dispatch, rms_norm
 from tunegen.ops import arguments
 
 SHAPES = ((64,), (7, 64), (4, 7, 64), (2, 3, 5, 64), (2, 1, 3, 2, 64))
@@ -213,6 +214,60 @@ def test_tunegen_disable_turns_kernels_off(monkeypatch, value, runs):
     )
     with forward_ad.dual_level():
         assert not OP_MODULE.has_kernels(on_a_gpu, None), "a kernel would lose the tangent"
+
+
+# torch.jit.trace
+
+
+def traced(function, *example):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.trace", FutureWarning)
+        return torch.jit.trace(function, example)
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@pytest.mark.parametrize("contract", [{}, {"casting": "llama"}, {"offset": 1.0}, {"policy": "deterministic"}], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_jit_trace_records_the_norm_whatever_the_sizes(grad, contract):
+    """Sizes are tensors while it records: the call ended with "'Tensor' object has no attribute 'bit_length'"."""
+    weight = weight_of(64).requires_grad_(grad)
+    graph = traced(lambda x, w: rms_norm(x * 2, w, **contract) + 1, draw(4, 64), weight)
+    pair = traced(lambda x, r, w: add_rms_norm(x, r, w, **contract), draw(4, 64), draw(4, 64, seed=1), weight)
+    for shape in ((7, 64), (2, 1, 64)):
+        x, residual = draw(*shape, seed=2), draw(*shape, seed=3)
+        assert same_bits(graph(x, weight), rms_norm(x * 2, weight, **contract) + 1)
+        for got, want in zip(pair(x, residual, weight), add_rms_norm(x, residual, weight, **contract), strict=True):
+            assert same_bits(got, want)
+    if grad:
+        graph(x, weight).square().sum().backward()
+        recorded, weight.grad = weight.grad, None
+        (rms_norm(x * 2, weight, **contract) + 1).square().sum().backward()
+        assert torch.allclose(recorded, weight.grad, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_jit_trace_refuses_what_the_call_refuses():
+    with pytest.raises(ValueError, match=r"weight must have shape \(64,\), the last axis of x, got \(1,\)"):
+        traced(lambda x, w: rms_norm(x, w), draw(4, 64), torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"main_grad .*torch\.jit\.trace does not record; leave it out there$"):
+        traced(lambda x, w: rms_norm(x, w, main_grad=torch.zeros(64)), draw(4, 64), weight_of(64))
+    assert torch._C._get_tracing_state() is None
+
+
+def test_no_kernel_is_launched_while_jit_trace_records(monkeypatch):
+    """It would be left out of the graph, and its result be a constant there."""
+    asked = []
+    monkeypatch.setattr(arguments, "PLAIN_TENSORS", (SimpleNamespace,))
+    monkeypatch.setattr(arguments, "has_storage", lambda _: True)
+    on_a_gpu = SimpleNamespace(is_cuda=True, numel=lambda: 16, device="cuda:0")
+    assert OP_MODULE.has_kernels(on_a_gpu, None)
+
+    def ask(x):
+        asked.append((OP_MODULE.has_kernels(on_a_gpu, None), OP_MODULE.no_kernels_because(on_a_gpu)))
+        return x + 1
+
+    traced(ask, draw(4, 64))
+    assert asked[0] == (False, "torch.jit.trace records it")  # then it is called to check the graph
 
 
 def test_no_kernel_for_no_rows():

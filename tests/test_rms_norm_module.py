@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -87,6 +88,23 @@ def test_refuses_a_hidden_that_is_no_int(hidden):
 def test_refuses_an_unknown_casting():
     with pytest.raises(ValueError, match=r"casting .*fp32, llama.*'gemma'"):
         RMSNorm(8, casting="gemma")
+
+
+@pytest.mark.parametrize("name", ["eps", "offset"])
+@pytest.mark.parametrize("value", [None, "1", True, math.nan, math.inf, 10**400, torch.tensor(1)], ids=str)
+def test_refuses_what_the_call_refuses_when_it_is_made(name, value):
+    """It failed at the first forward, maybe hours behind the mistake."""
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be a ") as made:
+        RMSNorm(8, **{name: value})
+    with pytest.raises(made.type) as called:
+        rms_norm(torch.ones(2, 8), torch.ones(8), **{name: value})
+    assert str(made.value) == str(called.value)
+
+
+def test_refuses_an_eps_below_zero_and_takes_zero():
+    with pytest.raises(ValueError, match=r"^eps must be at least 0, got -1e-06$"):
+        RMSNorm(8, -1e-6)
+    assert RMSNorm(8, 0).eps == 0
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -517,6 +518,19 @@ def problems(hidden: int, rows: int) -> list[Problem]:
     return [forward(hidden, rows), backward(hidden, rows), backward(hidden, rows, weight_grad=False)]
 
 
+OF_BOTH_OPS = {
+    *("backward_dx_only", "backward_persistent_atomic", "backward_persistent_partials"),
+    *("forward_persistent", "forward_single_block", "forward_two_pass"),
+}
+"""Templates of 16384x4096 whatever the op; one more is welcome, with candidates in the same limits."""
+COUNTED_AT_4096 = {
+    *("backward_persistent_atomic", "backward_persistent_partials", "backward_side_by_side", "backward_single_block"),
+    *("backward_split_row_atomic", "forward_persistent", "forward_single_block", "forward_split_row_atomic"),
+    *("forward_split_row_partials", "forward_two_pass"),
+}
+"""Those of `rms_norm` that are tried at any number of rows of 4096, where dw is wanted."""
+
+
 def test_sizes_at_4096(space: SearchSpace) -> None:
     """Every one is compiled on two cores in under three minutes, hence the limits."""
     at_16384 = {}
@@ -524,13 +538,14 @@ def test_sizes_at_4096(space: SearchSpace) -> None:
         for family in space.families(problem, H200):
             at_16384[family.template] = len(space.candidates(problem, H200, family.name))
     assert {name: n for name, n in at_16384.items() if not 5 <= n <= 60} == {}
-    assert len(at_16384) == 7
-    distinct = set()
+    assert OF_BOTH_OPS | {"backward_single_block"} <= at_16384.keys()
+    distinct = defaultdict(set)
     for rows, direction in itertools.product(ROWS, (forward, backward)):
         problem = direction(4096, rows)
         for family in space.families(problem, H200):
-            distinct |= {(problem.direction, c) for c in space.candidates(problem, H200, family.name)}
-    assert 150 <= len(distinct) <= 280
+            distinct[family.template].update(space.candidates(problem, H200, family.name))
+    assert {name: len(found) for name, found in distinct.items() if len(found) > 60} == {}
+    assert 150 <= sum(len(distinct[name]) for name in COUNTED_AT_4096) <= 280
 
 
 def test_sizes_at_4096_with_a_residual() -> None:
@@ -539,10 +554,7 @@ def test_sizes_at_4096_with_a_residual() -> None:
         for family in space.families(problem, H200):
             at_16384[family.template] = len(space.candidates(problem, H200, family.name))
     assert {name: n for name, n in at_16384.items() if not 5 <= n <= 60} == {}
-    assert sorted(at_16384) == [
-        *("backward_dx_only", "backward_persistent_atomic", "backward_persistent_partials"),
-        *("forward_persistent", "forward_single_block", "forward_two_pass"),
-    ]
+    assert at_16384.keys() >= OF_BOTH_OPS
 
 
 def test_no_atomics_where_the_policy_forbids_them_with_a_residual() -> None:

@@ -495,12 +495,13 @@ def plan(p):
     return Plan((Launch(forward_binding, (1,)),))
 """
 BROKEN = {
-    "jinja": ("{% if %}\n", "rms_norm/forward_jinja.py.jinja: TemplateSyntaxError: Expected an expression"),
-    "flag": ("{{ no_flag }}\n", "rms_norm/forward_flag.py.jinja: UndefinedError: 'no_flag' is undefined"),
-    "python": ("def plan(:\n", "rms_norm/forward_python.py.jinja renders to invalid Python, line 3: "),
+    "jinja": ("{% if %}\n", "rms_norm/forward_jinja.py.jinja, line 1: TemplateSyntaxError: Expected an expression"),
+    "flag": ("{{ no_flag }}\n", "rms_norm/forward_flag.py.jinja, line 1: UndefinedError: 'no_flag' is undefined"),
+    "python": ("def plan(:\n", "rms_norm/forward_python.py.jinja, line 1: renders to invalid Python: "),
     "importing": ("raise ValueError('no table')\n", "forward_importing.py.jinja: ValueError: no table"),
     "planless": ("SAVE_RSTD = {{ save_rstd }}\n", "forward_planless.py.jinja has no plan(p)"),
     "planning": ("def plan(p):\n    return p.M / 0\n", "forward_planning.py.jinja: ZeroDivisionError: "),
+    "halved": (KERNEL.replace("(1,)", "(p.M / 2,)"), "forward_halved.py.jinja: the grid of forward_binding is ("),
     "binding": (KERNEL, "forward_binding has an argument gamma_ptr, which no parameter or tensor gives"),
 }
 """Templates that are no good, by family, and the reason that is stored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import subprocess
 import sys
 from contextlib import contextmanager
 
@@ -94,6 +95,20 @@ def test_kernels_that_triton_parses(mixed_up, tmp_path, monkeypatch):
         right = right or found
     assert len(failed) == 3
     assert found == right
+
+
+def test_warnings_about_an_expression_are_not_printed():
+    r"""Python's own about '\d' name neither file nor line; those of others are left as they are."""
+    code = r"""
+import ast
+from tunegen.expressions import Expression
+Expression(r"'\d' == 1 or X")
+ast.parse(r"'\d'", "theirs")
+"""
+    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("invalid escape sequence") == 1
+    assert "theirs:1: " in done.stderr
 
 
 def test_it_does_not_try_for_ever(mixed_up):

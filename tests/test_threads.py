@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers import CPU, OP_MODULE, Place, assert_right, draw, error, exact, run, weight_of
 
-from tunegen import add_rms_norm, compile, dispatch, launch, lookup, once, reference, render, rms_norm
+from tunegen import add_rms_norm, dispatch, launch, lookup, once, plans, reference, render, rms_norm
 from tunegen.errors import CompileError
 from tunegen.ops import notes
 from tunegen.silicon import of_arch
@@ -213,7 +213,7 @@ def test_a_file_that_is_no_kernel_is_the_same_error_for_all(tmp_path):
 
     def load(_):
         with pytest.raises(ValueError, match="no kernel"):
-            compile._import(path)
+            plans._import(path)
 
     at_once(load)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .compile import timed_plan
 from .entries import WARPS
 from .errors import RenderError, TunegenError
 from .estimate import estimate_us
@@ -19,6 +18,7 @@ from .expressions import Rule, combinations, listed, show
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState, Value
 from .needs import completed
 from .ops import op_spec
+from .plans import timed_plan
 from .pool import CompilePool
 from .render import SUFFIX
 from .space import Family, load_space, names_of

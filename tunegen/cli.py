@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from . import __version__
+from . import __version__, paths
 from .cli_options import (
     check_frozen,
     console_for,
@@ -48,6 +48,8 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if not paths.is_somewhere():
+                raise TunegenError("the current folder has been deleted: change to one that is there")
             return super().invoke(ctx)
         except (TunegenError, UnicodeError) as error:  # an argument may hold bytes that are no text
             click.echo(f"tunegen: {' '.join(str(error).splitlines())}", err=True)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from .errors import BuildError, CapturedError, CompileError, first_line
 from .layouts import like_heads
-from .model import Config, KernelSource, Launch, Plan, Problem, Resources, Silicon
+from .model import Config, Launch, Plan, Problem, Resources, Silicon
+from .plans import load, make_plan
 from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
 from .syntax import again
@@ -39,55 +36,6 @@ class ArgumentClass(NamedTuple):
     type: str
     divisible: bool = False
     value: int | float | None = None
-
-
-@lru_cache(maxsize=4096)
-def _import(path: Path) -> ModuleType:
-    name = f"tunegen_kernels.{path.stem}"
-    specification = importlib.util.spec_from_file_location(name, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    try:
-        specification.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(name, None)  # another thread may have failed with the same file, and done so already
-        raise
-    return module
-
-
-def load(source: KernelSource) -> ModuleType:
-    """Import the rendered file of `source`; imports triton. The module has `plan(p)` and its kernels. Raises BuildError
-    where the file cannot be written or read, CompileError, whatever the template raises."""
-    from .render import write
-
-    path = write(source)
-    try:
-        return _import(path)
-    except OSError as error:
-        raise BuildError(f"cannot read the rendered kernel {path}: {error}") from error
-    except Exception as error:
-        raise CompileError(f"{source.template}.py.jinja: {first_line(error)}") from error
-
-
-def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: int) -> Plan:
-    """What `config` launches for `rows` rows of `hidden` elements on a GPU with `sms` multiprocessors. Raises
-    CompileError, whatever the template's `plan` raises, and where it has none or one that returns no Plan."""
-    file = f"{module.__name__.rpartition('.')[2].rpartition('_')[0]}.py.jinja"
-    if not hasattr(module, "plan"):
-        raise CompileError(f"{file} has no plan(p)")
-    given = SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers)
-    try:
-        plan = module.plan(given)
-    except Exception as error:
-        if isinstance(error, AttributeError) and error.obj is given:
-            raise CompileError(f"{file}: its plan needs {error.name}, which no parameter gives") from error
-        raise CompileError(f"{file}: {first_line(error)}, for {rows} rows") from error
-    if not isinstance(plan, Plan):
-        got = plan if isinstance(plan, type) else type(plan)
-        raise CompileError(f"{file}: plan must return a Plan, got {got.__name__}")
-    return plan
 
 
 def constexprs(kernel: Any) -> list[str]:
@@ -241,15 +189,6 @@ def _compiled(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) 
             compiled = compile_launch(launch, config, classes, target)
             build_launcher(compiled)
             yield number, compiled
-
-
-def timed_plan(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Plan:
-    """The plan of the first rendering, the one that is timed, on a GPU that need not be here. Raises RenderError and
-    CompileError."""
-    from .render import renderings
-
-    source, *_ = renderings(problem, config, spec)
-    return make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
 
 
 def expected_classes(

@@ -31,6 +31,11 @@ class CompileError(TunegenError):
     """A kernel does not compile for its target, or needs more than the target has."""
 
 
+class PlanError(CompileError):
+    """A template has no `plan(p)`, or it fails or returns what no GPU could launch; for another number of rows it may
+    be right."""
+
+
 class CapturedError(TunegenError):
     """A kernel would have to be compiled and loaded while a CUDA graph is captured; `tunegen.warmup` does it ahead."""
 

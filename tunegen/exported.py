@@ -32,6 +32,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 """What the columns of a fixed set of values may hold."""
 POSITIVE = ("hidden", "rows", "us", "score", "sentinel_us", "estimate_us")
+LONGEST_LINE = 2**24
+"""Characters; a trial with its samples has some thousands. Not every file ends, nor every line: /dev/zero does not."""
 ELSEWHERE = {"silicon": (), "sweep": (), "trial": ("id",)}
 """Columns that a file does not hold: the database numbers its trials itself."""
 
@@ -68,8 +70,10 @@ def read_export(path: Path) -> Exported:
     line = _Line(path, 1)
     try:
         with _opened(path) as file:
-            for number, text in enumerate(file, 1):
+            for number, text in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), 1):
                 line = _Line(path, number)
+                if len(text) > LONGEST_LINE:
+                    line.wrong("the line", f"has more than {LONGEST_LINE} characters; {_ADVICE}")
                 record = _record(text, line)
                 if header is None:
                     header = _header(record, line)

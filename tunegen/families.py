@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from .cli_options import DESCRIBES_PROBLEMS, json_option, op_option, problem_of, problem_options
 from .expressions import Rule
 from .model import DIRECTIONS, Problem, Silicon
+from .render import SUFFIX, templates
 from .space import ALWAYS, MEANINGS, Family, SearchSpace, load_space
 
 MARGIN = " " * 31
@@ -67,6 +68,7 @@ def _row(space: SearchSpace, family: Family, problem: Problem | None, target: Si
         "family": family.name,
         "about": family.about,
         "baseline": family.baseline,
+        "template": f"{space.op}/{family.template}{SUFFIX}" if family.template in templates(space.op) else None,
         "when": None if family.when is ALWAYS else family.when.expression.text,
         "parameters": {
             key: f"={domain.expression.text}" if isinstance(domain, Rule) else list(domain)
@@ -81,6 +83,8 @@ def _row(space: SearchSpace, family: Family, problem: Problem | None, target: Si
 
 def _print(row: dict[str, Any], problem: Problem | None, target: Silicon | None) -> None:
     click.echo(f"{row['direction']:9}{row['family']:22}{row['about']}{' (baseline)' if row['baseline'] else ''}")
+    if row["template"] is None:
+        click.echo(f"{MARGIN}NOT THERE: its template is missing, so no kernel of it can be made; reinstall tunegen")
     click.echo(f"{MARGIN}when: {row['when'] or 'always'}")
     if problem is not None and target is not None:
         none = "its constraints leave no candidate" if row["applies"] else "not for this problem"

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .reference import Expected
+from .syntax import again
 from .ulps import MANTISSA_BITS, Found, bits, smallest
 
 TILE = 2048
@@ -101,7 +102,8 @@ class InKernels:
 
     def _differs(self, got: Tensor, want: Tensor, elements: int, split: int, gap: int, stride: int) -> None:
         programs = triton.cdiv(elements, TILE)
-        differs[(programs,)](bits(got), bits(want), self._place(), elements, split, gap, stride, TILE=TILE)
+        given = bits(got), bits(want), self._place(), elements, split, gap, stride
+        again(lambda: differs[(programs,)](*given, TILE=TILE))  # it parses before it launches
 
     def deviation(self, got: Tensor, want: Expected, dtype: str) -> None:
         """See `Findings`."""
@@ -114,15 +116,15 @@ class InKernels:
         across = triton.cdiv(width, cols)
         grid = (across * triton.cdiv(rows, TILE // cols),)
         value, slack = want.value.contiguous(), None if want.slack is None else want.slack.contiguous()
-        deviates[grid](
-            *(got, value, value if slack is None else slack, want.scale, self._place()),
-            *(rows, width, across, *strides),
-            SMALLEST=smallest(dtype),
-            MANTISSA=MANTISSA_BITS[dtype],
-            HAS_SLACK=slack is not None,
-            ROWS=TILE // cols,
-            COLS=cols,
-        )
+        tensors = got, value, value if slack is None else slack, want.scale, self._place()
+        fixed = {
+            "SMALLEST": smallest(dtype),
+            "MANTISSA": MANTISSA_BITS[dtype],
+            "HAS_SLACK": slack is not None,
+            "ROWS": TILE // cols,
+            "COLS": cols,
+        }
+        again(lambda: deviates[grid](*tensors, rows, width, across, *strides, **fixed))
 
     def _place(self) -> Tensor:
         """Where the kernel of the next question puts its numbers."""

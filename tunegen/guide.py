@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import NamedTuple
 
-from .compile import timed_plan
 from .dispatch import triton_minor
 from .estimate import estimate_us
 from .model import PROTOCOL, Config, Problem, Silicon, Trial
 from .ops import op_spec
+from .plans import timed_plan
 from .sampler import FamilySampler, Sampler
 from .space import SearchSpace, load_space
 from .store import Store

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,9 @@ def _state_of_database(path: Path) -> tuple[Any, ...] | None:
         status = os.stat(path)
         number = status.st_dev, status.st_ino
         if number not in _databases:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if not stat.S_ISREG(status.st_mode):  # to open a pipe is to wait for someone who writes
+                return None
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             status = os.fstat(handle)
             number = status.st_dev, status.st_ino
             _databases[number] = handle
@@ -138,12 +141,18 @@ def _keep(known: str | None, kind: str, name: str, value: Any) -> None:
 def _answer(value: Any) -> Answer | None:
     """The entry as an answer; None when anything in it is of the wrong type."""
     try:
-        plain, why, stored = value
+        plain, why, stored = _text_alone(value)
         config = None if plain is None else Config.of(_word(plain[0]), _parameters(plain[1]))
         trial = None if stored is None else _stored(*stored)
     except (ValueError, TypeError, IndexError, KeyError):
         return None
     return (config, why, trial) if type(why) is str else None
+
+
+def _text_alone(value: Any) -> Any:
+    """The entry; raises ValueError where one of its texts has half of a pair of surrogates, which no file can hold."""
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _stored(family: Any, parameters: Any, digest: Any, rows: Any, us: Any, name: Any, trial: Any, *flags: Any) -> Any:
@@ -169,7 +178,7 @@ def _parameters(values: Any) -> dict[str, int | str]:
 
 def _source(value: Any) -> KernelSource | None:
     try:
-        op, template, digest, code, flags = value
+        op, template, digest, code, flags = _text_alone(value)
         path = paths.build_folder() / f"{_word(template)}_{digest[:16]}.py"
         known = {_word(name): tuple(flag) if type(flag) is list else flag for name, flag in flags}
         text = paths.read_private(path)

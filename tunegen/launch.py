@@ -22,13 +22,12 @@ from .compile import (
     constexprs,
     integer_class,
     launch_options,
-    load,
     load_binary,
-    make_plan,
 )
 from .errors import CompileError, first_line
 from .model import Config, KernelSource, Launch, Plan, Scratch
 from .once import first
+from .plans import load, make_plan
 from .reference import DTYPE_NAMES, DTYPES
 from .syntax import again
 

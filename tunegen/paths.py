@@ -18,6 +18,9 @@ PACKAGE = Path(__file__).resolve().parent
 ANOTHER_DATABASE = "give another with --db, or set TUNEGEN_DB"
 """What helps where the database is no good, whichever of the two has named it."""
 
+HOMELESS = "~"
+"""What a path begins with where no home folder is known."""
+
 # What `os.environ` keeps is encoded, and follows every change that is made through it.
 _ENCODED: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _encode: Callable[[str], Any] = getattr(os.environ, "encodekey", str) if _ENCODED is not os.environ else str
@@ -43,29 +46,50 @@ def in_checkout() -> bool:
 
 
 def user_cache() -> Path:
-    """The user's cache folder of the operating system."""
+    """The user's cache folder of the operating system. A user without a home folder has that of the root folder, where
+    a login would put them: mostly it cannot be written, and what follows from that is said where it matters."""
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("tunegen", appauthor=False))
+    try:
+        found = platformdirs.user_cache_dir("tunegen", appauthor=False)
+    except RuntimeError:
+        found = HOMELESS
+    return Path("/.cache/tunegen" if found.startswith(HOMELESS) else found)
 
 
 def database() -> Path:
     """`TUNEGEN_DB`, else `cache/tune.db` of a checkout, else `tune.db` in the user's cache folder."""
     if value := os.environ.get("TUNEGEN_DB"):
-        return Path(os.path.expanduser(value)).absolute()
+        return absolute(Path(os.path.expanduser(value)))
     return (PACKAGE.parent / "cache" if in_checkout() else user_cache()) / "tune.db"
+
+
+def absolute(path: Path) -> Path:
+    """`path` from the root on; as it is where the current folder has been deleted, since nothing lies there."""
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        return path
+
+
+def is_somewhere() -> bool:
+    """Whether this process has a current folder; where it has been deleted, torch ends the process as it is loaded."""
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def on_database(command: str, path: Path) -> str:
     """A command to be typed, with --db where it would not find the database at `path` by itself."""
-    path = path.absolute()
-    return command if path == database().absolute() else f"{command} --db {shlex.quote(str(path))}"
+    path = absolute(path)
+    return command if path == absolute(database()) else f"{command} --db {shlex.quote(str(path))}"
 
 
 def build_folder() -> Path:
     """`TUNEGEN_BUILD`, else `build` in the user's cache folder: where rendered kernels lie."""
     if value := os.environ.get("TUNEGEN_BUILD"):
-        return Path(os.path.expanduser(value)).absolute()
+        return absolute(Path(os.path.expanduser(value)))
     return user_cache() / "build"
 
 

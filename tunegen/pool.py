@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from .errors import CompileError, RenderError, TunegenError, first_line
+from .errors import CompileError, PlanError, RenderError, TunegenError, first_line
 from .model import Config, Problem, Resources, Silicon, TrialState
 from .processes import LateError, LostError, Processes
 
@@ -101,8 +101,12 @@ class CompilePool:
             kernel = replace(problem, rows=0), config
             if kernel not in self._known:
                 began = time.perf_counter()
-                outcome = self._outcome(problem, config, self._begun.pop(kernel))
-                if isinstance(outcome, Resources) or outcome[0] is not TrialState.RUNTIME:
+                try:
+                    outcome = self._outcome(problem, config, self._begun.pop(kernel))
+                    lasts = isinstance(outcome, Resources) or outcome[0] is not TrialState.RUNTIME
+                except PlanError as error:  # of this number of rows alone
+                    outcome, lasts = (TrialState.COMPILE, str(error)), False
+                if lasts:
                     self._known[kernel] = outcome
                 self.waited += time.perf_counter() - began
             else:
@@ -114,11 +118,14 @@ class CompilePool:
         return self._processes.submit(self.deadline, self.compile_one, problem, config, self.silicon)
 
     def _outcome(self, problem: Problem, config: Config, future: Future[Resources]) -> Outcome:
+        """What became of it; raises PlanError."""
         try:
             try:
                 return future.result()
             except LostError:  # once more: something else may have ended the process, for want of memory say
                 return self._submit(problem, config).result()
+        except PlanError:
+            raise
         except (CompileError, RenderError) as error:
             return TrialState.COMPILE, str(error)
         except MemoryError:  # of this machine: nothing against the candidate

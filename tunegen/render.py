@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import paths
+from . import paths, places
 from .errors import BuildError, RenderError
 from .model import Config, KernelSource, Problem
 from .once import first
@@ -59,17 +59,48 @@ def _render(op: str, template: str, flags: tuple[tuple[str, Any], ...], folder: 
     except jinja2.TemplateNotFound as error:
         raise RenderError(f"no template {error.name} in {' or '.join(folders)}") from error
     except Exception as error:  # a template can raise whatever its expressions do
-        raise RenderError(f"{name}: {type(error).__name__}: {error}") from error
-    text = HEADER.format(op=op, template=template, flags=" ".join(f"{k}={v}" for k, v in flags)) + body
-    return KernelSource(op, template, text, code_digest(text, name), dict(flags))
+        place = _place(name, places.raised(error, folders))
+        raise RenderError(f"{place}: {type(error).__name__}: {error}") from error
+    header = HEADER.format(op=op, template=template, flags=" ".join(f"{k}={v}" for k, v in flags))
+    try:
+        digest = code_digest(header + body, name)
+    except RenderError as error:
+        wrong = error.__cause__
+        line = (getattr(wrong, "lineno", None) or 0) - header.count("\n")
+        found = _origin(folders, name, dict(flags), body, max(line, 1))
+        if found is None:
+            raise
+        raise RenderError(f"{_place(name, found)}: renders to invalid Python: {getattr(wrong, 'msg', '')}") from wrong
+    return KernelSource(op, template, header + body, digest, dict(flags))
+
+
+def _origin(folders: tuple[str, ...], name: str, flags: dict[str, Any], body: str, line: int) -> tuple[str, int] | None:
+    """The template and its line that a line of `body`, a rendering, comes from; None where that cannot be told."""
+    try:
+        return places.origin(_environment(folders, marked=True).get_template(name).render(flags), body, line)
+    except Exception:  # of a template that cannot bear the marks
+        return None
+
+
+def _place(name: str, found: tuple[str, int] | None) -> str:
+    """The template `name` and the line that was found, which may be that of a part that it includes."""
+    if found is None:
+        return name
+    return f"{name}, line {found[1]}" if found[0] == name else f"{name}: {found[0]}, line {found[1]}"
 
 
 @lru_cache(maxsize=8)
-def _environment(folders: tuple[str, ...]) -> Any:
+def _environment(folders: tuple[str, ...], marked: bool = False) -> Any:
+    """Of templates in `folders`, or of the same with marks that say where each line comes from."""
     import jinja2
 
+    class Marked(jinja2.FileSystemLoader):
+        def get_source(self, environment: Any, template: str) -> Any:
+            source, *rest = super().get_source(environment, template)
+            return places.marked(source, template), *rest
+
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
+        loader=(Marked if marked else jinja2.FileSystemLoader)(folders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -110,7 +141,7 @@ def _build_folder() -> Path:
     folder = paths.build_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(folder, os.W_OK):
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "not writable", str(folder))
     except OSError as error:
         return _private_folder(str(error))

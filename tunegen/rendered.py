@@ -90,7 +90,7 @@ def _check_given(family: Family, parameters: dict[str, Value], names: Mapping[st
 
 def _launched(problem: Problem, db: Path, target: Silicon) -> tuple[Config, str]:
     """What answers a call. Raises TunegenError where that is torch's own op."""
-    if database_exists(db) or db.is_dir():
+    if database_exists(db) or (db.exists() and not db.is_file()):
         Store.read(db).close()  # says what is wrong with it, and leaves it where it is
     bucket = replace(problem, rows=problem.rows_bucket)  # as a call looks it up
     config, why, _ = next(rungs(db, bucket, target))

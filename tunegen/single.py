@@ -38,7 +38,7 @@ def explain_problems(problems: Sequence[Problem], db: Path, arch: str | None, co
         click.echo(f"No GPU here: this is what would answer on {target.arch} ({target.name}).", err=True)
     if paths.disabled():
         click.echo("TUNEGEN_DISABLE is set: torch answers every call; this is what would answer without it.", err=True)
-    if database_exists(db) or db.is_dir():
+    if database_exists(db) or (db.exists() and not db.is_file()):
         Store.read(db).close()  # says what is wrong with it, and leaves it where it is
     found = with_torch_backward([explain_problem(db, problem, target) for problem in problems], training=False)
     if console is None:

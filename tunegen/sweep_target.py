@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from .child import installed_versions
-from .compile import timed_plan
 from .dispatch import digest_today
 from .errors import CompileError
 from .estimate import estimate_us
 from .model import Problem, Resources, Silicon, Trial, TrialState
 from .ops import op_spec
+from .plans import timed_plan
 from .pool import CompilePool
 from .space import load_space
 from .store import Store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +11,10 @@ Result = TypeVar("Result")
 
 MIXED_UP = "AST constructor recursion depth mismatch"
 TRIES = 10
+EXPRESSION = "<expression of a search space>"
+"""The file's name in what Python says of an expression, by which its warnings are known: nobody can act on them, since
+they name neither file nor line. The filters are those of all threads: they are not changed for a while, but once."""
+warnings.filterwarnings("ignore", module=EXPRESSION)
 
 
 def again(work: Callable[[], Result]) -> Result:
@@ -32,4 +37,4 @@ def parse(text: str) -> ast.Module:
 
 def parse_expression(text: str) -> ast.Expression:
     """`ast.parse` of one expression, likewise."""
-    return again(lambda: ast.parse(text, mode="eval"))
+    return again(lambda: ast.parse(text, EXPRESSION, mode="eval"))

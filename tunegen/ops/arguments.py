@@ -4,8 +4,9 @@ kernels take."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -19,28 +20,45 @@ from ..model import CASTINGS, RMS_NORM
 from ..policies import INVARIANT
 from ..reference import DTYPE_NAMES
 
+Given = ParamSpec("Given")
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 READ_BY_ROWS = ("x", "residual", "dy", "dsum")
 has_storage: Any = torch._C._has_storage
 unwrapped: Any = torch._C._functorch.unwrap_if_dead
 
 
+recorded: Any = torch._C._get_tracing_state
+"""What torch.jit.trace keeps while it records torch's operators, else None: a launch would be left out of its graph,
+and what it wrote be a constant there."""
+
+_record: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+
+
+def _off_record(check: Callable[Given, None]) -> Callable[Given, None]:
+    """A check whose questions torch.jit.trace does not record: it would warn of each."""
+
+    @wraps(check)
+    def quietly(*given: Given.args, **named: Given.kwargs) -> None:
+        state = recorded()
+        if state is None:
+            return check(*given, **named)
+        _record(None)  # sizes are plain numbers then
+        try:
+            return check(*given, **named)
+        finally:
+            _record(state)
+
+    return quietly
+
+
+@_off_record
 def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str) -> None:
     """Raise what `rms_norm` documents for arguments that it does not take."""
     if not isinstance(x, Tensor) or x.dtype not in DTYPE_NAMES:
         raise TypeError(f"x must be a tensor of {_dtypes()}, got {_kind(x)}; convert it first, as with x.float()")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have a last axis of at least 1 element, got shape {tuple(x.shape)}")
-    for name, value in (("eps", eps), ("offset", offset)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            remedy = f"pass float({name})" if value is not None else "give one, such as 1e-6"
-            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; {remedy}")
-        if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
-            raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
-    if eps < 0:
-        raise ValueError(f"eps must be at least 0, got {eps}")
-    if casting not in CASTINGS:
-        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
+    check_contract(eps, offset, casting)
     if weight is None:
         return
     if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES:
@@ -51,6 +69,20 @@ def check(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: 
         raise ValueError(f"x is on {x.device} and weight on {weight.device}; move one of them")
 
 
+def check_contract(eps: float, offset: float, casting: str) -> None:
+    """Raise what `rms_norm` documents of arguments that are no tensors."""
+    for name, value in (("eps", eps), ("offset", offset)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            remedy = f"pass float({name})" if value is not None else "give one, such as 1e-6"
+            raise TypeError(f"{name} must be a Python number, got {_kind(value)}; {remedy}")
+        if not abs(value) <= sys.float_info.max:  # NaN and integers beyond a double too
+            raise ValueError(f"{name} must be a finite double, got {value if isinstance(value, float) else 'more'}")
+    if eps < 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")
+    if casting not in CASTINGS:
+        raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
+
+
 def _dtypes() -> str:
     return ", ".join(DTYPE_NAMES.values())
 
@@ -59,6 +91,7 @@ def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
+@_off_record
 def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
     """Raise TypeError or ValueError where a tensor called `name` is not of x's dtype, shape and device."""
     if not isinstance(tensor, Tensor) or tensor.dtype != x.dtype:
@@ -73,6 +106,7 @@ def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
         raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move one of them")
 
 
+@_off_record
 def check_out(
     name: str, out: Tensor, x: Tensor, inputs: Sequence[Tensor | None], instead: str = "call it without out"
 ) -> None:
@@ -100,12 +134,13 @@ def has_address(tensor: Tensor) -> bool:
 
 def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels may run. torch answers CPU and ROCm tensors, empty ones, subclasses (DTensor, fake tensors),
-    functorch transforms, batches of `is_grads_batched=True`, and forward-mode differentiation."""
+    functorch transforms, batches of `is_grads_batched=True`, forward-mode differentiation, and torch.jit.trace."""
     for other in others:  # a generator would cost as much as all the rest
         if other is not None and (type(other) not in PLAIN_TENSORS or not has_address(other)):
             return False
     return (
-        x.is_cuda
+        recorded() is None
+        and x.is_cuda
         and x.numel() > 0
         and type(x) in PLAIN_TENSORS
         and has_address(x)
@@ -127,6 +162,7 @@ def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
     given = [t for t in (x, *others) if t is not None]
     kinds = [type(t).__name__ for t in given if type(t) not in PLAIN_TENSORS]
     reasons = (
+        (recorded() is not None, "torch.jit.trace records it"),
         (not x.is_cuda, f"x is on {x.device}"),
         (x.numel() == 0, "x has no elements"),
         (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..model import CASTINGS
+from .arguments import check_contract
 from .rms_norm import rms_norm
 
 
@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
 
     Args:
         hidden: N, an int or a sequence of one int (as torch.nn.RMSNorm takes it).
-        eps: added to the mean of squares.
+        eps: a finite Python number >= 0, added to the mean of squares; what `rms_norm` refuses is refused here.
         offset: added to the weight, 1.0 for Gemma; the weight then starts at 0, else at 1.
         casting: "fp32" or "llama".
         elementwise_affine: False for no weight.
@@ -41,8 +41,7 @@ class RMSNorm(nn.Module):
             raise TypeError(f"hidden must be an int or a sequence of one int, got {hidden!r}")
         if len(sizes) != 1 or sizes[0] < 1:
             raise ValueError(f"hidden must be one size of at least 1, got {hidden}")
-        if casting not in CASTINGS:
-            raise ValueError(f"casting must be one of {', '.join(CASTINGS)}, got {casting!r}")
+        check_contract(eps, offset, casting)
         self.hidden, self.eps, self.offset, self.casting = sizes[0], eps, offset, casting
         self.weight: nn.Parameter | None
         if elementwise_affine:
