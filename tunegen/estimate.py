@@ -33,8 +33,8 @@ L1_BYTES = 196608
 VECTOR = 16
 """Bytes that a thread loads at once."""
 
-# Nanoseconds, and what goes with them: fitted to sweeps of an H200 with Triton 3.6 at N = 4096 and 128 (START, SUM, FOLD,
-# where they show), then to the ranks of the 83 problems in cache/h200.jsonl.xz, each within 1.4 of what it was.
+# Nanoseconds, and what goes with them: fitted to sweeps of an H200 with Triton 3.6 at N = 4096 and 128 (START, SUM and
+# FOLD show there), then to the ranks of the 83 problems in cache/h200.jsonl.xz, each within 1.4 of what it was.
 # `benchmarks/cost_model.py` prints how well they rank. Nine times of ten they are within a fifth at N = 4096 and 128;
 # elsewhere they rank, no more.
 LATENCY = 540.0  # from a load to its data, in an idle machine
