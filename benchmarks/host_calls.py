@@ -109,6 +109,27 @@ class Nothing(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None, None
 
 
+class Launching(torch.autograd.Function):
+    """`Nothing` with a launch in each direction, of the kernel of `call`: the least that a norm in Python takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: prepared.Call) -> Tensor:
+        """The norm of x."""
+        ctx.save_for_backward(x, weight)
+        ctx.call, y = call, prepared.empty(call.size, call.strides, call.dtype)
+        call.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), 0, EPS)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Tensors like the inputs."""
+        (x, weight), call = ctx.saved_tensors, ctx.call
+        dx = prepared.empty(call.size, call.strides, call.dtype)
+        dw = prepared.empty(call.width, prepared.ONE, weight.dtype)
+        call.run(x.data_ptr(), weight.data_ptr(), dx.data_ptr(), 0, EPS)
+        return dx, dw, None
+
+
 def parts(given: Tensors) -> dict[str, Call]:
     """What a call without a gradient consists of, and what autograd adds; without the launch where another way than the
     short one is taken here."""
@@ -127,6 +148,7 @@ def parts(given: Tensors) -> dict[str, Call]:
         found["fits alone"] = lambda: call.fits(given.x, given.weight)
         found["allocation"] = lambda: prepared.empty(call.size, call.strides, call.dtype)
         found["launch"] = lambda: (call.run(*values), y)
+        found["autograd and launches"] = partial(both, lambda x, w: Launching.apply(x, w, call), given)
     return found
 
 

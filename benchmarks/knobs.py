@@ -5,7 +5,8 @@
 Reads what sweeps stored, or excerpts in JSON Lines. Knobs of a problem's fastest screened candidate are its family and
 every parameter that the search space does not compute. Without one, the fastest candidate with another value of that
 knob, everything else chosen anew, takes so much longer. Below one percent the screening of a sweep tells no difference.
-A star: the largest value that the search space lists, so that a larger one was not tried.
+A star: the largest value that the search space lists today. Candidates that were timed while something else had the
+GPU are left out.
 """
 
 from __future__ import annotations

@@ -22,6 +22,9 @@ from tunegen.render import renderings
 from tunegen.spec import OpSpec
 from tunegen.store import Store
 
+DISTURBED = 1.1
+"""Times the sentinel's usual time at a problem, beyond which something else had the GPU."""
+
 _PROBLEM = {field.name: field.type for field in fields(Problem)}
 
 
@@ -36,10 +39,11 @@ class Candidate(NamedTuple):
 
 
 def read(paths: Iterable[Path]) -> dict[Problem, list[Candidate]]:
-    """Timed candidates with a template, by problem. One measured more than once has the median of its scores."""
+    """Timed candidates with a template, by problem. One measured more than once has the median of its scores; one that
+    was timed while something else had the GPU is left out."""
     found: dict[tuple[Problem, Config], list[Candidate]] = {}
     for path in paths:
-        for row in _lines(path) if path.suffix == ".jsonl" else _screened(path):
+        for row in _lines(path) if path.suffix == ".jsonl" else _calm(list(_screened(path))):
             candidate = _candidate(row)
             found.setdefault((candidate.problem, candidate.config), []).append(candidate)
     problems: dict[Problem, list[Candidate]] = {}
@@ -102,6 +106,18 @@ def _screened(path: Path) -> Iterator[Mapping[str, Any]]:
         for row in store.trials(stage="screen", state="ok"):
             if row["shared_bytes"] is not None and row["score"] is not None:
                 yield row
+
+
+def _calm(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Rows whose sentinel took what it takes at their problem, the median over its candidates."""
+    problems = [tuple(row[name] for name in _PROBLEM) for row in rows]
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for problem, row in zip(problems, rows, strict=True):
+        times.setdefault(problem, []).append(row["sentinel_us"])
+    usual = {problem: statistics.median(found) for problem, found in times.items()}
+    for problem, row in zip(problems, rows, strict=True):
+        if row["sentinel_us"] <= DISTURBED * usual[problem]:
+            yield row
 
 
 def _candidate(row: Mapping[str, Any]) -> Candidate:

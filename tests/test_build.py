@@ -185,6 +185,14 @@ def test_user_without_a_home_has_that_of_the_root_folder(homeless, monkeypatch, 
     assert paths.build_folder() == Path("/.cache/tunegen/build")
 
 
+@pytest.mark.parametrize("value", ["~", "~/x", "~nobody-of-this-name/x"])
+def test_tilde_without_a_home_is_no_folder_of_that_name(homeless, monkeypatch, value):
+    monkeypatch.setenv("TUNEGEN_BUILD", value)
+    monkeypatch.setenv("TUNEGEN_DB", value)
+    wanted = {"~": Path("/"), "~/x": Path("/x")}.get(value, Path(value).absolute())
+    assert paths.build_folder() == paths.database() == wanted
+
+
 @pytest.mark.interpreter
 def test_user_without_a_home_has_right_values_and_one_warning(homeless, monkeypatch, caplog):
     interpret_kernels(monkeypatch)

@@ -312,9 +312,9 @@ def test_a_line_without_an_end_is_refused(source, tmp_path, monkeypatch):
     told = refused(file, tmp_path / "x.db")
     assert f"{file}:1: the line: has more than {exported_file.LONGEST_LINE} characters; make one with `tunegen" in told
     sound = exported(source)
-    monkeypatch.setattr(exported_file, "LONGEST_LINE", max(map(len, sound.read_text().split("\n"))) + 1)
+    monkeypatch.setattr(exported_file, "LONGEST_LINE", max(map(len, sound.read_text().split("\n"))))
     import_file(sound, tmp_path / "y.db")
-    monkeypatch.setattr(exported_file, "LONGEST_LINE", exported_file.LONGEST_LINE - 2)
+    monkeypatch.setattr(exported_file, "LONGEST_LINE", exported_file.LONGEST_LINE - 1)
     assert "has more than" in refused(sound, tmp_path / "z.db")
 
 

@@ -26,7 +26,7 @@ LAYERS = {
         "ops.by_torch ops.notes ops.distributed ops.quick ops.registered ops.rms_norm ops.add_rms_norm "
         "ops.rms_norm_module uncounted explanation warming"
     ),
-    "judging": "ulps gate_kernels verify sensors ties bench estimate",
+    "judging": "ulps gate_kernels verify sensors ties blocks bench estimate",
     "tuning": (
         "ahead evaluate processes pool child worker serving guide standing sweep gpu_process fleet sweep_target needs "
         "attempt early"

@@ -21,7 +21,8 @@ from rivals.verdicts import LEVEL, LOST, NO_BAND, WON, contest, contests, figure
 from rivals.watch import Found, measured
 
 from tunegen import paths
-from tunegen.bench import FINAL_BLOCKS, steady
+from tunegen.bench import FINAL_BLOCKS
+from tunegen.blocks import steady
 from tunegen.ops import op_spec, row_tensors
 from tunegen.recorded import load_recording
 from tunegen.verify import Gate

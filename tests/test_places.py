@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import jinja2
 import pytest
 from kernel_cases import TEMPLATES, op_of, problems, spread
 
@@ -33,6 +36,13 @@ def test_every_line_is_found_in_its_template(template):
                         assert source.strip() == line.strip()
                         traced += 1
     assert traced > 20
+
+
+def test_a_library_below_the_folder_of_a_template_is_no_place_in_it():
+    """`{{ 5 | join }}` beside a virtual environment was told as a line of Jinja's own source."""
+    with pytest.raises(TypeError) as caught:
+        jinja2.Environment().from_string("{{ 5 | join }}").render()
+    assert places.raised(caught.value, [str(Path(jinja2.__file__).parents[1])]) is None
 
 
 def test_rendering_that_the_marks_change_has_no_lines():

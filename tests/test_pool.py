@@ -240,6 +240,17 @@ def test_plan_that_fails_for_one_number_of_rows_costs_no_other():
     assert found == [(TrialState.COMPILE, "no plan for 128 rows"), GOOD, GOOD]
 
 
+def test_plan_that_failed_for_rows_begun_ahead_costs_no_other():
+    """A sweep begins what comes next, which another GPU may be given: `no plan for 128 rows` was told of 64."""
+    with CompilePool(H200, 1, planned_for_few_rows) as pool:
+        pool.begin(replace(PROBLEM, rows=128), TILES[:2])
+        assert next(pool.compile(replace(PROBLEM, rows=64), TILES[:1]))[1] == GOOD
+        assert next(pool.compile(replace(PROBLEM, rows=256), TILES[1:2]))[1] == (
+            TrialState.COMPILE,
+            "no plan for 256 rows",
+        )
+
+
 def test_processes_end_with_the_pool(gpu):
     with pool_of(gpu) as pool:
         list(pool.compile(PROBLEM, TILES[:4]))

@@ -24,7 +24,7 @@ import tunegen
 from tunegen import add_rms_norm, add_rms_norm_, dispatch, launch, lookup, policies, prepared, rms_norm
 from tunegen.compile import ArgumentClass
 from tunegen.errors import CompileError
-from tunegen.model import rows_bucket
+from tunegen.model import Config, rows_bucket
 from tunegen.ops import quick
 from tunegen.space import load_space
 
@@ -136,8 +136,8 @@ def test_what_a_passing_choice_asked_of_forward_ends_with_it(stand_ins, monkeypa
         if problem.direction == "forward":
             return ladder(path, problem, silicon)
         monkeypatch.setattr(lookup, "_failed_reads", lookup.failed_reads() + (wanted == ["recomputed"]))
-        candidates = load_space("rms_norm").candidates(problem, silicon, "persistent_partials")
-        return iter([dispatch.Rung(next(c for c in candidates if c.structure["RSTD"] == wanted[0]), "")])
+        first, *_ = load_space("rms_norm").candidates(problem, silicon, "persistent_partials")
+        return iter([dispatch.Rung(Config.of(first.family, {**dict(first.parameters), "RSTD": wanted[0]}), "")])
 
     monkeypatch.setattr(dispatch, "rungs", rungs)
     kernels = [one[1] for one in ways(stand_ins, train, **case)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fake_gpu import DEFAULT, H200, PROBLEM, TILES, measurement
 
-from tunegen.bench import of_rounds, summarize
+from tunegen.blocks import of_rounds, summarize
 from tunegen.evaluate import COMPILED, TORCH
 from tunegen.model import Config, Resources, Trial, TrialState
 from tunegen.store import Store
@@ -26,7 +26,7 @@ def noisy(true, sigma, chance, rounds=3):
 @pytest.mark.parametrize("kernels", [2, 4, 8])
 def test_band_is_what_two_measurements_of_one_kernel_differ_by(kernels, monkeypatch):
     """Of many pairs of measurements, 95 % differ by no more, however few kernels there are; the factor that a round
-    shares does not count, and the score is that of `bench.of_rounds`."""
+    shares does not count, and the score is that of `blocks.of_rounds`."""
     monkeypatch.setattr("tunegen.ties.LIMITS_SMALL", (0.0, 1.0))
     chance = random.Random(1)
 

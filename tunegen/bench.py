@@ -13,20 +13,19 @@ much.
 
 from __future__ import annotations
 
-import itertools
-import math
 import operator
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .blocks import has_lost, rotated, steady, steady_blocks
 from .launch import Argument, Variant
 from .model import Conditions, Config, Measurement, Problem, Scratch
 from .ops import row_tensors
@@ -34,14 +33,12 @@ from .reference import DTYPES
 from .render import render
 from .sensors import sensor_of
 from .spec import OpSpec
-from .ties import student_t
 
 MAX_SETS = 24
 MAX_CALLS = 48
 REPLAY_SECONDS = 2e-3
 WARM_UP_SECONDS = 0.2
 """Of the first problem of a process; what comes later finds the clocks up."""
-SENTINEL_MOVED = 0.03
 SHARED_WORKSPACE = 256 << 20
 """Bytes: more than four times any last-level cache of today's GPUs, so that it is cold again when its turn comes."""
 FIRST_BLOCKS = 4
@@ -143,8 +140,8 @@ class Bench:
         return lambda i: calls[i]()
 
     def capture(self, call: Call) -> Timed:
-        """Run every set once, then capture the rotation as a graph. What a call returns is kept until its set's next
-        turn: else torch's outputs would lie in one place, which stays in the cache, while templates have one a set.
+        """Run every set once, then capture the rotation as a graph. What a call returns is kept until behind its set's
+        next turn: else torch's outputs would lie in one place, which stays in the cache; templates have one a set.
 
         Once is enough: a template's kernels were loaded when it was bound, and what torch loads, compiles or allocates
         for a set it does at the first call. Nothing waits for the GPU here: capturing needs no result, and takes the
@@ -201,7 +198,13 @@ class Bench:
         return [steady(own, sentinel, conditions) for own in times]
 
     def screen(self, candidate: Timed, best: Timed | None) -> Screened:
-        """Time one candidate beside the best so far, if there is one yet."""
+        """Time one candidate beside the best so far, if there is one yet; once more where something else had the GPU in
+        half of the sentinel's turns, and so maybe in the candidate's others."""
+        found = self._screen(candidate, best)
+        blocks = found.measurement.sentinel_blocks
+        return self._screen(candidate, best) if 2 * len(steady_blocks(blocks)) <= len(blocks) else found
+
+    def _screen(self, candidate: Timed, best: Timed | None) -> Screened:
         rivals = [candidate, best, self.sentinel] if best else [candidate, self.sentinel]
         times, conditions = self.replay(rivals, FIRST_BLOCKS if best else SCREEN_BLOCKS)
         if best and not has_lost(times[0], times[1]):
@@ -225,75 +228,3 @@ class Screened(NamedTuple):
 
     measurement: Measurement
     leads: bool
-
-
-def has_lost(times: Sequence[float], rival: Sequence[float]) -> bool:
-    """Whether a candidate is slower than a rival that was timed in the same blocks: Student's interval of the mean of
-    log(time / rival's time) lies above 0, at 95 %. Clocks that change from block to block change both alike."""
-    logs = [math.log(t / r) for t, r in zip(times, rival, strict=True)]
-    error = statistics.stdev(logs) / math.sqrt(len(logs))
-    return statistics.mean(logs) > student_t(len(logs) - 1) * error
-
-
-def rotated(count: int, block: int) -> list[int]:
-    """The order of `count` candidates in a block: pairs of blocks begin with another one each, and the second runs
-    backwards, so that each candidate is first, and last, as often as any other."""
-    order = [(block // 2 + k) % count for k in range(count)]
-    return order[::-1] if block % 2 else order
-
-
-def steady_blocks(sentinel: Sequence[float]) -> list[int]:
-    """Numbers of the blocks whose sentinel is within SENTINEL_MOVED of the median, but no fewer than half: the
-    nearest ones."""
-    middle = statistics.median(sentinel)
-    by_distance = sorted(range(len(sentinel)), key=lambda b: abs(sentinel[b] - middle))
-    steady = sum(abs(s - middle) <= SENTINEL_MOVED * middle for s in sentinel)
-    return sorted(by_distance[: max(steady, -(-len(sentinel) // 2))])
-
-
-def steady(times: Sequence[float], sentinel: Sequence[float], conditions: Sequence[Conditions | None]) -> Measurement:
-    """Of the blocks whose sentinel did not move; the others are kept on record."""
-    kept = steady_blocks(sentinel)
-    found = summarize([times[b] for b in kept], [sentinel[b] for b in kept])
-    return replace(
-        found,
-        blocks=tuple(times),
-        sentinel_blocks=tuple(sentinel),
-        conditions=tuple(conditions),
-        kept=unless_all(b in kept for b in range(len(times))),
-    )
-
-
-def unless_all(kept: Iterable[bool]) -> tuple[bool, ...]:
-    """Empty where every block counts."""
-    found = tuple(kept)
-    return () if all(found) else found
-
-
-def summarize(blocks: Sequence[float], sentinel: Sequence[float]) -> Measurement:
-    """Medians over blocks that all count."""
-    return Measurement(
-        us=statistics.median(blocks),
-        score=statistics.median(b / s for b, s in zip(blocks, sentinel, strict=True)),
-        sentinel_us=statistics.median(sentinel),
-        blocks=tuple(blocks),
-        sentinel_blocks=tuple(sentinel),
-    )
-
-
-def of_rounds(rounds: Sequence[Measurement]) -> Measurement:
-    """Several rounds as one measurement, whose score is the mean of theirs."""
-    blocks, sentinel = ([b for one in rounds for b in getattr(one, n)] for n in ("blocks", "sentinel_blocks"))
-    kept = [k for one in rounds for k in one.kept or [True] * len(one.blocks)]
-    whole = summarize(list(itertools.compress(blocks, kept)), list(itertools.compress(sentinel, kept)))
-    scores = tuple(one.score for one in rounds)
-    return replace(
-        whole,
-        score=statistics.fmean(scores),
-        rounds=scores,
-        blocks=tuple(blocks),
-        sentinel_blocks=tuple(sentinel),
-        conditions=tuple(c for one in rounds for c in one.conditions),
-        kept=unless_all(kept),
-        round_of=tuple(number for number, one in enumerate(rounds) for _ in one.blocks),
-    )

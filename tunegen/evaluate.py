@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .ahead import compiling_here
-from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed, of_rounds
+from .bench import FINAL_BLOCKS, FINAL_ROUNDS, WARM_UP_SECONDS, Bench, Call, Timed
+from .blocks import of_rounds
 from .dispatch import LOG, ROWS_REACH
 from .errors import CompileError, first_line
 from .launch import Variant

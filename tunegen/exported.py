@@ -70,9 +70,9 @@ def read_export(path: Path) -> Exported:
     line = _Line(path, 1)
     try:
         with _opened(path) as file:
-            for number, text in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), 1):
+            for number, text in enumerate(iter(lambda: file.readline(LONGEST_LINE + 2), ""), 1):
                 line = _Line(path, number)
-                if len(text) > LONGEST_LINE:
+                if len(text.rstrip("\n")) > LONGEST_LINE:
                     line.wrong("the line", f"has more than {LONGEST_LINE} characters; {_ADVICE}")
                 record = _record(text, line)
                 if header is None:

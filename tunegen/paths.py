@@ -60,8 +60,14 @@ def user_cache() -> Path:
 def database() -> Path:
     """`TUNEGEN_DB`, else `cache/tune.db` of a checkout, else `tune.db` in the user's cache folder."""
     if value := os.environ.get("TUNEGEN_DB"):
-        return absolute(Path(os.path.expanduser(value)))
+        return absolute(_expanded(value))
     return (PACKAGE.parent / "cache" if in_checkout() else user_cache()) / "tune.db"
+
+
+def _expanded(value: str) -> Path:
+    """With the home folder in place of `~`; the root where there is none, as in `user_cache`."""
+    found = os.path.expanduser(value)
+    return Path("/" + found[1:].lstrip("/") if found.split("/")[0] == HOMELESS else found)
 
 
 def absolute(path: Path) -> Path:
@@ -89,7 +95,7 @@ def on_database(command: str, path: Path) -> str:
 def build_folder() -> Path:
     """`TUNEGEN_BUILD`, else `build` in the user's cache folder: where rendered kernels lie."""
     if value := os.environ.get("TUNEGEN_BUILD"):
-        return absolute(Path(os.path.expanduser(value)))
+        return absolute(_expanded(value))
     return user_cache() / "build"
 
 

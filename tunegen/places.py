@@ -46,6 +46,6 @@ def raised(error: Exception, folders: Sequence[str]) -> tuple[str, int] | None:
         frames.append((error.filename, error.lineno))
     for file, line in reversed(frames):
         for folder in folders:
-            if file and line and Path(file).is_relative_to(folder):
+            if file and line and file.endswith(".jinja") and Path(file).is_relative_to(folder):
                 return str(Path(file).relative_to(folder)), line
     return None

@@ -66,7 +66,7 @@ class CompilePool:
         self.workers = workers or len(os.sched_getaffinity(0))
         self.waited = 0.0
         self._known: dict[Kernel, Outcome] = {}
-        self._begun: dict[Kernel, Future[Resources]] = {}
+        self._begun: dict[Kernel, tuple[int, Future[Resources]]] = {}
         self._loading: list[Future[None]] = []
         self._processes = Processes(self.workers)
 
@@ -75,7 +75,7 @@ class CompilePool:
 
     def __exit__(self, kind: object, *_: object) -> None:
         # What runs still is of a problem that was left out: nobody waits for it, and it may never end.
-        under_way: list[Future[Any]] = [*self._begun.values(), *self._loading]
+        under_way: list[Future[Any]] = [*(future for _, future in self._begun.values()), *self._loading]
         if kind is None and all(future.done() for future in under_way):
             self._processes.close()
         else:
@@ -92,7 +92,7 @@ class CompilePool:
         for config in configs:
             kernel = replace(problem, rows=0), config
             if kernel not in self._known and kernel not in self._begun:
-                self._begun[kernel] = self._submit(problem, config)
+                self._begun[kernel] = problem.rows, self._submit(problem, config)
 
     def compile(self, problem: Problem, configs: Sequence[Config]) -> Iterator[tuple[Config, Outcome]]:
         """Yield each config with its outcome, in the order given, as soon as that is known."""
@@ -101,17 +101,23 @@ class CompilePool:
             kernel = replace(problem, rows=0), config
             if kernel not in self._known:
                 began = time.perf_counter()
-                try:
-                    outcome = self._outcome(problem, config, self._begun.pop(kernel))
-                    lasts = isinstance(outcome, Resources) or outcome[0] is not TrialState.RUNTIME
-                except PlanError as error:  # of this number of rows alone
-                    outcome, lasts = (TrialState.COMPILE, str(error)), False
+                outcome, lasts = self._compiled(problem, config, *self._begun.pop(kernel))
                 if lasts:
                     self._known[kernel] = outcome
                 self.waited += time.perf_counter() - began
             else:
                 outcome = self._known[kernel]
             yield config, outcome
+
+    def _compiled(self, problem: Problem, config: Config, rows: int, future: Future[Resources]) -> tuple[Outcome, bool]:
+        """What became of a config that was begun for `rows` rows, and whether that holds for others."""
+        try:
+            outcome = self._outcome(problem, config, future)
+        except PlanError as error:  # of that number of rows alone
+            if rows != problem.rows:
+                return self._compiled(problem, config, problem.rows, self._submit(problem, config))
+            return (TrialState.COMPILE, str(error)), False
+        return outcome, isinstance(outcome, Resources) or outcome[0] is not TrialState.RUNTIME
 
     def _submit(self, problem: Problem, config: Config) -> Future[Resources]:
         assert self.silicon is not None

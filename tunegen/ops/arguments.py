@@ -27,11 +27,11 @@ has_storage: Any = torch._C._has_storage
 unwrapped: Any = torch._C._functorch.unwrap_if_dead
 
 
-recorded: Any = torch._C._get_tracing_state
+tracing_state: Any = torch._C._get_tracing_state
 """What torch.jit.trace keeps while it records torch's operators, else None: a launch would be left out of its graph,
 and what it wrote be a constant there."""
 
-_record: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+_set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
 
 
 def _off_record(check: Callable[Given, None]) -> Callable[Given, None]:
@@ -39,14 +39,14 @@ def _off_record(check: Callable[Given, None]) -> Callable[Given, None]:
 
     @wraps(check)
     def quietly(*given: Given.args, **named: Given.kwargs) -> None:
-        state = recorded()
+        state = tracing_state()
         if state is None:
             return check(*given, **named)
-        _record(None)  # sizes are plain numbers then
+        _set_tracing_state(None)  # sizes are plain numbers then
         try:
             return check(*given, **named)
         finally:
-            _record(state)
+            _set_tracing_state(state)
 
     return quietly
 
@@ -139,7 +139,7 @@ def has_kernels(x: Tensor, *others: Tensor | None) -> bool:
         if other is not None and (type(other) not in PLAIN_TENSORS or not has_address(other)):
             return False
     return (
-        recorded() is None
+        tracing_state() is None
         and x.is_cuda
         and x.numel() > 0
         and type(x) in PLAIN_TENSORS
@@ -162,7 +162,7 @@ def no_kernels_because(x: Tensor, *others: Tensor | None) -> str:
     given = [t for t in (x, *others) if t is not None]
     kinds = [type(t).__name__ for t in given if type(t) not in PLAIN_TENSORS]
     reasons = (
-        (recorded() is not None, "torch.jit.trace records it"),
+        (tracing_state() is not None, "torch.jit.trace records it"),
         (not x.is_cuda, f"x is on {x.device}"),
         (x.numel() == 0, "x has no elements"),
         (bool(kinds), f"{', '.join(kinds)} is no plain tensor"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference import accumulate_dtype
-from .arguments import is_distributed, recorded
+from .arguments import is_distributed, tracing_state
 from .memory import share_memory
 
 
@@ -22,7 +22,7 @@ def check_main_grad(main_grad: Tensor, x: Tensor, weight: Tensor | None, residua
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError("main_grad is written to, which transforms of torch.func cannot follow; leave it out there")
-    if recorded() is not None:
+    if tracing_state() is not None:
         raise RuntimeError(
             "main_grad is written to in backward, which torch.jit.trace does not record; leave it out there"
         )

@@ -21,7 +21,7 @@ from ..compile import ArgumentClass
 from ..key import Key
 from ..prepared import MISALIGNED, ONE, Call, Prepared, Table
 from ..reference import accumulate_dtype
-from .arguments import PLAIN_TENSORS, READ_BY_ROWS, has_storage, recorded, unwrapped
+from .arguments import PLAIN_TENSORS, READ_BY_ROWS, has_storage, tracing_state, unwrapped
 
 MOST_KINDS = 4096
 """Of calls in the table; then it begins anew."""
@@ -104,7 +104,7 @@ def find(
         given = *given, residual
     if call is not None and call.fits(*given):
         return None, call
-    if recorded() is not None or not are_usual(given) or (residual is not None and residual.shape != x.shape):
+    if tracing_state() is not None or not are_usual(given) or (residual is not None and residual.shape != x.shape):
         return None, None
     return _of_kind(table, key, (*of_call, *[graded and t.requires_grad for t in given]), x, weight, given)
 
