@@ -23,7 +23,9 @@ from tunegen.spec import OpSpec
 from tunegen.store import Store
 
 DISTURBED = 1.1
-"""Times the sentinel's usual time at a problem, beyond which something else had the GPU."""
+"""Times the sentinel's usual time at a problem, beyond which something else had the GPU, if that is rare there."""
+RARE = 0.05
+"""Share of a problem's candidates; where more are slower, the sentinel has two levels, as small ones have."""
 
 _PROBLEM = {field.name: field.type for field in fields(Problem)}
 
@@ -109,14 +111,15 @@ def _screened(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _calm(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Rows whose sentinel took what it takes at their problem, the median over its candidates."""
+    """All but the few rows whose sentinel took longer than at their problem, by the median over its candidates."""
     problems = [tuple(row[name] for name in _PROBLEM) for row in rows]
     times: dict[tuple[Any, ...], list[float]] = {}
     for problem, row in zip(problems, rows, strict=True):
         times.setdefault(problem, []).append(row["sentinel_us"])
-    usual = {problem: statistics.median(found) for problem, found in times.items()}
+    most = {problem: DISTURBED * statistics.median(found) for problem, found in times.items()}
+    rare = {problem: sum(us > most[problem] for us in found) <= RARE * len(found) for problem, found in times.items()}
     for problem, row in zip(problems, rows, strict=True):
-        if row["sentinel_us"] <= DISTURBED * usual[problem]:
+        if row["sentinel_us"] <= most[problem] or not rare[problem]:
             yield row
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tunegen.domains import arranged, combinations
 from tunegen.errors import ExpressionError, SearchSpaceError
-from tunegen.expressions import MAX_DEPTH, MAX_LENGTH, Expression, Rule, arranged, combinations
+from tunegen.expressions import MAX_DEPTH, MAX_LENGTH, Expression, Rule
 
 SCOPE = {"N": 5120, "M": 16, "WEIGHT": True, "RSTD": "saved", "ROWS": 2}
 

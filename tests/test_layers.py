@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tunegen"
 LAYERS = {
     "records": "errors once syntax paths installed spending policies model spec",
     "inputs": (
-        "silicon expressions entries space layouts reference ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
+        "silicon expressions domains entries space layouts reference "
+        "ops.rms_norm_spec ops.add_rms_norm_spec ops recorded"
     ),
     "making": (
         "places render index migrations records liveness store packed exporting exported importing defaults sampler"

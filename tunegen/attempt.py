@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .domains import combinations
 from .entries import WARPS
 from .errors import RenderError, TunegenError
 from .estimate import estimate_us
-from .expressions import Rule, combinations, listed, show
+from .expressions import Rule, listed, show
 from .model import Config, Problem, Resources, Silicon, Trial, TrialState, Value
 from .needs import completed
 from .ops import op_spec

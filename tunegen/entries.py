@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from .domains import Domain
 from .errors import ExpressionError, SearchSpaceError
-from .expressions import Domain, Expression, Rule, listed, show
+from .expressions import Expression, Rule, listed, show
 from .model import Value
 
 WORD, UPPER = r"[a-z][a-z0-9_]*", r"[A-Z][A-Z0-9_]*"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import graphlib
-import itertools
-import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import ExpressionError, SearchSpaceError
@@ -16,7 +13,6 @@ from .syntax import parse_expression
 
 MAX_LENGTH = 500
 MAX_DEPTH = 60
-MAX_POINTS = 1_000_000
 ALLOWED = (
     "numbers, text, names, + - * / // %, comparisons, `in` a list, and/or/not, `a if c else b`, "
     "next_power_of_2(n), cdiv(a, b), min, max, clamp(x, low, high)"
@@ -95,36 +91,6 @@ class Rule(NamedTuple):
         if type(result) in kinds:
             return result
         raise SearchSpaceError(f"{self.where}: '{self.expression.text}' gives {show(result)}, but {meant}")
-
-
-Domain = tuple[Value, ...] | Rule
-"""The choices of a parameter, or how it is computed."""
-
-
-def arranged(domains: Mapping[str, Domain]) -> dict[str, Domain]:
-    """`domains` with the computed ones last, each after those it is computed from."""
-    rules = {name: domain for name, domain in domains.items() if isinstance(domain, Rule)}
-    graph = {name: sorted(rule.expression.names & rules.keys()) for name, rule in rules.items()}
-    try:
-        order = list(graphlib.TopologicalSorter(graph).static_order())
-    except graphlib.CycleError as error:
-        raise SearchSpaceError(f"{rules[error.args[1][0]].where}: is computed from itself") from None
-    return {name: domains[name] for name in [*(n for n in domains if n not in rules), *order]}
-
-
-def combinations(domains: Mapping[str, Domain], names: Mapping[str, Value]) -> Iterator[dict[str, Value]]:
-    """Every combination of arranged `domains`, computed parameters filled in."""
-    free = {name: domain for name, domain in domains.items() if not isinstance(domain, Rule)}
-    if (size := math.prod(map(len, free.values()))) > MAX_POINTS:
-        raise ExpressionError(
-            f"{size} combinations of {listed(free)}, at most {MAX_POINTS} are tried: shorten the lists"
-        )
-    for values in itertools.product(*free.values()):
-        point = dict(zip(free, values, strict=True))
-        for name, domain in domains.items():
-            if isinstance(domain, Rule):
-                point[name] = domain.value({**names, **point})
-        yield point
 
 
 class _Compiler(ast.NodeVisitor):

@@ -10,8 +10,9 @@ from pathlib import Path
 from . import silicon
 from .commands import target_of
 from .dispatch import rejected, rungs
+from .domains import Domain, combinations
 from .errors import StoreError, TunegenError
-from .expressions import Domain, Rule, combinations, listed
+from .expressions import Rule, listed
 from .lookup import database_exists
 from .model import Config, Problem, Silicon, Value
 from .ops import op_spec

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import paths
+from .domains import Domain, arranged, combinations
 from .entries import CTAS, PARAMETER, WARPS, WORD, Entry, read
 from .errors import SearchSpaceError
-from .expressions import Domain, Expression, Rule, arranged, combinations, listed, show
+from .expressions import Expression, Rule, listed, show
 from .installed import triton_version
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
 from .policies import FASTEST
@@ -89,7 +90,7 @@ class Family:
 
     def configs(self, domains: Mapping[str, Domain], names: Mapping[str, Value]) -> Iterator[Config]:
         """The valid ones among all combinations of `domains`, in the order of the file."""
-        for point in combinations(domains, names) if self.when.holds(names) else ():
+        for point in combinations(domains, names, self.constraints) if self.when.holds(names) else ():
             if self.objection(point, names) is None:
                 yield Config.of(self.name, point)
 
