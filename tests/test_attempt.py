@@ -273,6 +273,10 @@ GRIDS = {
 SHAPED = "scratch 's' must be a Scratch of a shape of integers (divide by //) and a dtype of "
 PLANS = {
     "(Launch(forward_two_pass, (p.M,), 4),)": "the values of forward_two_pass must be a mapping of names to ",
+    "(Launch(forward_two_pass, (p.M,), num_warps=64),)": "num_warps of forward_two_pass must be None or one of 1, 2, ",
+    "(Launch(forward_two_pass, (p.M,), num_warps=0),)": "num_warps of forward_two_pass must be None or one of 1, 2, ",
+    "(Launch(forward_two_pass, (p.M,), pdl='off'),)": "pdl of forward_two_pass must be True or False, got 'off'",
+    "(Launch(forward_two_pass, (p.M,), together=0),)": "together of forward_two_pass must be None or an integer from ",
     "()": "Plan.launches must be a tuple of Launch, such as (launch,), got ()",
     ONE[1:-2]: "Plan.launches must be a tuple of Launch, such as (launch,), got Launch(",
     "(print,)": "Plan.launches must be a tuple of Launch, such as (launch,), got (<built-in",
