@@ -18,6 +18,8 @@ GRID_LIMITS = (2**31 - 1, 65535, 65535)
 """Programs along x, y and z, at most, on any GPU of NVIDIA's."""
 WARPS = (1, 2, 4, 8, 16, 32)
 """A block has at most 1024 threads. Triton compiles 64 warps too, which no GPU launches."""
+FAILURES = (Exception, SystemExit)
+"""Of a template: sys.exit() in one would end a sweep without a word, and with exit code 0."""
 SEQUENCES = (tuple, list)
 """By type: a Launch is a tuple too."""
 
@@ -48,7 +50,7 @@ def load(source: KernelSource) -> ModuleType:
         return _import(path)
     except OSError as error:
         raise BuildError(f"cannot read the rendered kernel {path}: {error}") from error
-    except Exception as error:
+    except FAILURES as error:
         raise CompileError(f"{source.template}.py.jinja: {first_line(error)}") from error
 
 
@@ -62,7 +64,7 @@ def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: i
     given = SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers)
     try:
         plan = module.plan(given)
-    except Exception as error:
+    except FAILURES as error:
         if isinstance(error, AttributeError) and error.obj is given:
             raise PlanError(f"{file}: its plan needs {error.name}, which no parameter gives") from error
         raise PlanError(f"{file}: {first_line(error)}, for {rows} rows") from error
