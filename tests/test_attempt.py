@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tunegen import cli, paths
 from tunegen.attempt import attempt, config_of
-from tunegen.errors import PlanError, TunegenError
+from tunegen.errors import CompileError, PlanError, TunegenError
 from tunegen.expressions import Rule
 from tunegen.model import Config, Launch, Plan, Problem, TrialState
 from tunegen.ops import op_spec
@@ -273,6 +273,10 @@ GRIDS = {
 SHAPED = "scratch 's' must be a Scratch of a shape of integers (divide by //) and a dtype of "
 PLANS = {
     "(Launch(forward_two_pass, (p.M,), 4),)": "the values of forward_two_pass must be a mapping of names to ",
+    "(Launch(forward_two_pass, (p.M,), num_warps=64),)": "num_warps of forward_two_pass must be None or one of 1, 2, ",
+    "(Launch(forward_two_pass, (p.M,), num_warps=0),)": "num_warps of forward_two_pass must be None or one of 1, 2, ",
+    "(Launch(forward_two_pass, (p.M,), pdl='off'),)": "pdl of forward_two_pass must be True or False, got 'off'",
+    "(Launch(forward_two_pass, (p.M,), together=0),)": "together of forward_two_pass must be None or an integer from ",
     "()": "Plan.launches must be a tuple of Launch, such as (launch,), got ()",
     ONE[1:-2]: "Plan.launches must be a tuple of Launch, such as (launch,), got Launch(",
     "(print,)": "Plan.launches must be a tuple of Launch, such as (launch,), got (<built-in",
@@ -322,6 +326,18 @@ def test_plan_that_divides_is_told_by_the_command(tmp_path):
         "from 1 to 2147483647, 65535 and 65535; divide by // or triton.cdiv, and put rows first, for 1024 rows"
         " not in space a template file"
     )
+
+
+def test_template_that_exits_ends_no_sweep(tmp_path):
+    """sys.exit() in a plan or at import: the model's ranks are made in the sweeping process, which ended without a
+    word, with exit code 0."""
+    in_plan = Config.of(with_launches(tmp_path, "exit(0)"), {"CHUNK": 256})
+    with pytest.raises(PlanError, match=r"forward_mine\.py\.jinja: SystemExit: 0, for 1024 rows"):
+        timed_plan(op_spec("rms_norm"), FORWARD, in_plan, H200)
+    at_import = tmp_path / "forward_ends.py.jinja"
+    at_import.write_text("raise SystemExit('enough')\n")
+    with pytest.raises(CompileError, match="SystemExit: enough"):
+        timed_plan(op_spec("rms_norm"), FORWARD, Config.of(str(at_import), {}), H200)
 
 
 def test_plans_of_all_ranks_and_limits_are_taken():

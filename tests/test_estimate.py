@@ -74,6 +74,17 @@ def test_more_work_spills_and_launches_cost_more():
     assert once(plan=Plan((Launch("main", (16384,)),), {"sums": Scratch((4096,), "fp32", zero=True)})) > once()
 
 
+def test_plans_of_another_order_and_odd_numbers_have_an_estimate():
+    """Each ended `tunegen try`, and a whole `tunegen sweep --arch`, in a traceback."""
+    main, closing = Launch("main", (16384,)), Launch("closing", (128,), num_warps=4, pdl=True)
+    early = Config.of("mine", {**dict(ROW.parameters), "PDL": "early"})
+    assert once(config=early, plan=Plan((closing, main))) == once(config=early, plan=Plan((main, closing)))
+    assert once(plan=Plan((main,), {"counter": Scratch((), "fp32", zero=True)})) > once()
+    for name in ("ROWS", "BLOCK_SIZE"):
+        for value in (0, -1):
+            assert 0 < once(config=Config.of("mine", {**dict(ROW.parameters), name: value})) < float("inf")
+
+
 def test_a_faster_memory_is_never_slower():
     nondecreasing(-once(silicon=replace(H200, memory_clock_khz=clock)) for clock in range(10**6, 10**7, 10**6))
 

@@ -14,7 +14,7 @@ from test_kernels_interpreted import CPU, SILICON, SMS
 from tunegen import launch
 from tunegen.compile import ArgumentClass
 from tunegen.errors import CompileError
-from tunegen.model import Config, Problem
+from tunegen.model import Config, Plan, Problem
 from tunegen.ops import op_spec
 from tunegen.reference import DTYPES
 from tunegen.syntax import MIXED_UP
@@ -91,6 +91,17 @@ def direct(monkeypatch):
         launch, "compile_launch", lambda one, config, classes, target: found.compiled.append(classes) or found.kernel
     )
     return found
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("options", [{"pdl": True}, {"together": 2}, {"num_warps": 16}])
+def test_a_kernel_launched_with_other_options_is_another(direct, options):
+    """It is compiled with them: the second launch of a plan would have started with those of the first."""
+    variant = bound_variant(FORWARD, "rms_norm/forward_single_block")
+    (one,) = variant.plan(FORWARD.rows).launches
+    variant._plan = FORWARD.rows, Plan((one, one, one._replace(**options)))
+    variant.bind(FORWARD.rows, arguments_of(FORWARD))
+    assert len(direct.compiled) == 2
 
 
 @pytest.mark.compiler

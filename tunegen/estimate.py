@@ -105,8 +105,9 @@ def tile_of(problem: Problem, config: Config, programs: int) -> Tile:
     width = numbers.get("BLOCK_SIZE") or numbers.get("CHUNK")
     if width is None and "ROWS" not in numbers:
         return Tile(1, max(1, problem.rows * problem.hidden // programs), programs)
-    rows = min(numbers.get("ROWS", 1), problem.rows)
-    columns = math.ceil(min(width or problem.hidden, problem.hidden) / config.num_ctas)
+    # A template file may mean something else by these words: 0 and less are taken for 1.
+    rows = max(1, min(numbers.get("ROWS", 1), problem.rows))
+    columns = max(1, math.ceil(min(width or problem.hidden, problem.hidden) / config.num_ctas))
     return Tile(rows, columns, math.ceil(problem.rows / rows) * math.ceil(problem.hidden / columns))
 
 
@@ -221,7 +222,8 @@ def estimate_us(
     over_rows = [launch for launch in plan.launches if launch.num_warps is None] or [plan.launches[0]]
     resources = resources or guess_resources(spec, problem, config, over_rows[-1].together)
     total = LAUNCH * len(plan.launches)
-    for launch in plan.launches:
+    # Closing kernels, wherever they stand, after the passes: they are asked beside which programs they wait.
+    for launch in sorted(plan.launches, key=lambda launch: launch not in over_rows):
         programs = math.prod(launch.grid) * (config.num_ctas if launch in over_rows else 1)
         if launch in over_rows:
             last = launch is over_rows[-1]  # of several, only this one writes
@@ -240,6 +242,6 @@ def estimate_us(
                 total += waiting_ns(over, resources, launch, silicon)
     for item in plan.scratch.values():
         if item.zero:  # filled by a kernel of its own, then added to by every program
-            added = tile.columns if item.shape[-1] == problem.hidden else tile.rows
+            added = tile.columns if [*item.shape][-1:] == [problem.hidden] else tile.rows
             total += LAUNCH + ATOMIC * added * over.programs
     return total / 1e3

@@ -213,7 +213,8 @@ class Variant:
             classes = tuple([self._classify(name, value, name in fixed) for name, value in arguments.items()])
         except (AttributeError, KeyError) as error:
             raise self._unbound(launch, error) from error
-        return Standing((kernel.__name__, launch.num_warps, classes), arguments)
+        options = launch.num_warps, launch.pdl, launch.together  # a kernel may be launched twice, once early
+        return Standing((kernel.__name__, *options, classes), arguments)
 
     def _aligned(self, bound: Mapping[str, Argument | ArgumentClass]) -> bool:
         return aligned({name: self._classify(name, value, False) for name, value in bound.items()})

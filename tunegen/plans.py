@@ -16,6 +16,10 @@ from .spec import OpSpec
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 """Programs along x, y and z, at most, on any GPU of NVIDIA's."""
+WARPS = (1, 2, 4, 8, 16, 32)
+"""A block has at most 1024 threads. Triton compiles 64 warps too, which no GPU launches."""
+FAILURES = (Exception, SystemExit)
+"""Of a template: sys.exit() in one would end a sweep without a word, and with exit code 0."""
 SEQUENCES = (tuple, list)
 """By type: a Launch is a tuple too."""
 
@@ -46,7 +50,7 @@ def load(source: KernelSource) -> ModuleType:
         return _import(path)
     except OSError as error:
         raise BuildError(f"cannot read the rendered kernel {path}: {error}") from error
-    except Exception as error:
+    except FAILURES as error:
         raise CompileError(f"{source.template}.py.jinja: {first_line(error)}") from error
 
 
@@ -60,7 +64,7 @@ def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: i
     given = SimpleNamespace(M=rows, N=hidden, SMS=sms, **config.numbers)
     try:
         plan = module.plan(given)
-    except Exception as error:
+    except FAILURES as error:
         if isinstance(error, AttributeError) and error.obj is given:
             raise PlanError(f"{file}: its plan needs {error.name}, which no parameter gives") from error
         raise PlanError(f"{file}: {first_line(error)}, for {rows} rows") from error
@@ -87,15 +91,8 @@ def _objection(plan: Plan) -> str | None:
     if not (type(launches) in SEQUENCES and launches and all(isinstance(launch, Launch) for launch in launches)):
         return f"Plan.launches must be a tuple of Launch, such as (launch,), got {_shown(launches)}"
     for launch in launches:
-        name = getattr(launch.kernel, "__name__", launch.kernel)
-        if not _fits(launch.grid):
-            x, y, z = GRID_LIMITS
-            return (
-                f"the grid of {name} is {_shown(launch.grid)}, but must be a tuple of one to three integers from 1 to "
-                f"{x}, {y} and {z}; divide by // or triton.cdiv, and put rows first"
-            )
-        if not isinstance(launch.values, Mapping):
-            return f"the values of {name} must be a mapping of names to numbers, got {_shown(launch.values)}"
+        if wrong := _objection_to(launch):
+            return wrong
     if not isinstance(scratch, Mapping):
         return f"Plan.scratch must be a mapping of names to Scratch, got {_shown(scratch)}"
     for name, item in scratch.items():
@@ -104,6 +101,28 @@ def _objection(plan: Plan) -> str | None:
                 f"scratch {name!r} must be a Scratch of a shape of integers (divide by //) and a dtype of "
                 f"{', '.join(DTYPE_BYTES)}, got {_shown(item)}"
             )
+    return None
+
+
+def _objection_to(launch: Launch) -> str | None:
+    """What of one launch is not what the annotations of Launch promise, and what could be launched."""
+    whole: tuple[Any, ...] = launch
+    kernel, grid, values, warps, pdl, together = whole
+    name = getattr(kernel, "__name__", kernel)
+    if not _fits(grid):
+        x, y, z = GRID_LIMITS
+        return (
+            f"the grid of {name} is {_shown(grid)}, but must be a tuple of one to three integers from 1 to "
+            f"{x}, {y} and {z}; divide by // or triton.cdiv, and put rows first"
+        )
+    if not isinstance(values, Mapping):
+        return f"the values of {name} must be a mapping of names to numbers, got {_shown(values)}"
+    if warps is not None and not (type(warps) is int and warps in WARPS):
+        return f"num_warps of {name} must be None or one of {', '.join(map(str, WARPS))}, got {_shown(warps)}"
+    if type(pdl) is not bool:  # the word "off" is true
+        return f"pdl of {name} must be True or False, got {_shown(pdl)}"
+    if together is not None and not (type(together) is int and together >= 1):
+        return f"together of {name} must be None or an integer from 1 on, got {_shown(together)}"
     return None
 
 
