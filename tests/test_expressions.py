@@ -191,3 +191,24 @@ def test_computed_parameters_are_computed_after_those_they_need() -> None:
 def test_a_circle_of_computed_parameters_is_refused() -> None:
     with pytest.raises(SearchSpaceError, match=r"f:[12]: is computed from itself"):
         arranged({"A": Rule(Expression("B + 1"), "f:1"), "B": Rule(Expression("A + 1"), "f:2")})
+
+
+def test_constraints_leave_out_what_they_turn_down_and_nothing_else():
+    """Asked as soon as they can be: of no branch that lives, and in the order of all combinations."""
+    domains = arranged({"A": (1, 2, 3), "D": Rule(Expression("A * B"), ""), "B": (4, 5), "C": (0, 6)})
+    constraints = [Rule(Expression(text), "") for text in ("C != 0", "D // C < 2", "A != 2", "N > 1")]
+    kept = list(combinations(domains, {"N": 7}, constraints))
+    assert kept == [
+        point
+        for point in combinations(domains, {"N": 7})
+        if all(rule.holds({"N": 7, **point}) for rule in constraints)
+    ]
+    assert [(point["A"], point["B"]) for point in kept] == [(1, 4), (1, 5)]
+    assert list(combinations(domains, {"N": 1}, constraints)) == []
+
+
+def test_constraint_that_another_one_guards_is_not_asked_for_an_answer():
+    """`8 // A` has none at 0, where the first constraint turns the point down once B is known."""
+    domains = arranged({"A": (0, 2), "B": (1,)})
+    guarded = [Rule(Expression("A > 0 * B"), ""), Rule(Expression("8 // A == 4"), "")]
+    assert list(combinations(domains, {}, guarded)) == [{"A": 2, "B": 1}]
