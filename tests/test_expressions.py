@@ -199,9 +199,7 @@ def test_constraints_leave_out_what_they_turn_down_and_nothing_else():
     constraints = [Rule(Expression(text), "") for text in ("C != 0", "D // C < 2", "A != 2", "N > 1")]
     kept = list(combinations(domains, {"N": 7}, constraints))
     assert kept == [
-        point
-        for point in combinations(domains, {"N": 7})
-        if all(rule.holds({"N": 7, **point}) for rule in constraints)
+        point for point in combinations(domains, {"N": 7}) if all(rule.holds({"N": 7, **point}) for rule in constraints)
     ]
     assert [(point["A"], point["B"]) for point in kept] == [(1, 4), (1, 5)]
     assert list(combinations(domains, {"N": 1}, constraints)) == []
