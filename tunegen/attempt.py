@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from .domains import combinations
-from .entries import WARPS
 from .errors import RenderError, TunegenError
 from .estimate import estimate_us
 from .expressions import Rule, listed, show
@@ -22,6 +21,7 @@ from .ops import op_spec
 from .plans import timed_plan
 from .pool import CompilePool
 from .render import SUFFIX
+from .silicon import WARPS
 from .space import Family, load_space, names_of
 from .worker import Worker
 

@@ -14,11 +14,10 @@ from .domains import Domain
 from .errors import ExpressionError, SearchSpaceError
 from .expressions import Expression, Rule, listed, show
 from .model import Value
+from .silicon import WARPS
 
 WORD, UPPER = r"[a-z][a-z0-9_]*", r"[A-Z][A-Z0-9_]*"
 PARAMETER = f"{UPPER}|num_warps|num_ctas"
-WARPS = (1, 2, 4, 8, 16, 32)
-"""What Triton can launch: a power of two, and at most the 1024 threads of a block."""
 CTAS = (1, 2, 4, 8)
 """Blocks of a cluster that work on one program; GPUs before sm_90 have no clusters."""
 MOST_CHOICES = 1000

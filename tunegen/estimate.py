@@ -127,13 +127,23 @@ def guess_resources(spec: OpSpec, problem: Problem, config: Config, together: in
     return Resources(min(16 + held // threads, most), 0, shared)
 
 
+def registers_of(resources: Resources, config: Config) -> int:
+    """Registers that a program of the main kernel takes of a multiprocessor; a thread is given them by eight."""
+    return math.ceil((resources.registers or 32) / 8) * 8 * 32 * config.num_warps
+
+
 def resident_programs(resources: Resources, config: Config, silicon: Silicon) -> int:
     """Programs of the main kernel that one multiprocessor holds at a time, at least 1."""
-    registers = math.ceil((resources.registers or 32) / 8) * 8  # they are given out by eight
-    by_registers = REGISTERS_PER_SM // (registers * 32 * config.num_warps)
+    by_registers = REGISTERS_PER_SM // registers_of(resources, config)
     # A multiprocessor has little more shared memory than one program may use; 1 KB a program is taken by the system.
     by_shared = silicon.shared_limit // (resources.shared_bytes + 1024)
     return max(1, min(by_registers, by_shared, WARPS_PER_SM // config.num_warps, PROGRAMS_PER_SM))
+
+
+def running_programs(over: Pass, resources: Resources, silicon: Silicon) -> int:
+    """Programs of a pass that a multiprocessor runs at a time."""
+    each = math.ceil(over.programs / silicon.sms)
+    return each if over.together else min(resident_programs(resources, over.config, silicon), each)
 
 
 def folding(over: Pass) -> float:
@@ -156,7 +166,7 @@ def processing(over: Pass, elements: int) -> float:
 def kernel_ns(over: Pass, resources: Resources, silicon: Silicon) -> float:
     """Nanoseconds of a pass, without its launch."""
     each, element = math.ceil(over.programs / silicon.sms), DTYPE_BYTES[over.problem.x_dtype]
-    beside = each if over.together else min(resident_programs(resources, over.config, silicon), each)
+    beside = running_programs(over, resources, silicon)
     walked = math.ceil(over.tile.total / over.programs)
     process = processing(over, over.tile_elements)
     issue = over.tile_elements * (over.reads + over.writes) * ISSUE + folding(over)
@@ -201,10 +211,7 @@ def columns_ns(over: Pass, silicon: Silicon) -> float:
 
 def waiting_ns(over: Pass, resources: Resources, closing: Launch, silicon: Silicon) -> float:
     """Nanoseconds that a closing kernel costs, or saves if negative, by waiting beside the programs of a pass."""
-    each = math.ceil(over.programs / silicon.sms)
-    beside = each if over.together else min(resident_programs(resources, over.config, silicon), each)
-    registers = math.ceil((resources.registers or 32) / 8) * 8
-    free = REGISTERS_PER_SM - beside * 32 * over.config.num_warps * registers
+    free = REGISTERS_PER_SM - running_programs(over, resources, silicon) * registers_of(resources, over.config)
     fitting = free // (32 * (closing.num_warps or over.config.num_warps) * CLOSING_REGISTERS)
     if fitting >= math.ceil(math.prod(closing.grid) / silicon.sms):
         return -EARLY

@@ -12,12 +12,11 @@ from typing import Any
 
 from .errors import BuildError, CompileError, PlanError, first_line
 from .model import DTYPE_BYTES, Config, KernelSource, Launch, Plan, Problem, Scratch, Silicon
+from .silicon import WARPS
 from .spec import OpSpec
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 """Programs along x, y and z, at most, on any GPU of NVIDIA's."""
-WARPS = (1, 2, 4, 8, 16, 32)
-"""A block has at most 1024 threads. Triton compiles 64 warps too, which no GPU launches."""
 FAILURES = (Exception, SystemExit)
 """Of a template: sys.exit() in one would end a sweep without a word, and with exit code 0."""
 SEQUENCES = (tuple, list)

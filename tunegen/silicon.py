@@ -13,6 +13,8 @@ decides no timing, and drivers report it a few MB apart for one card."""
 
 REGISTERS_PER_SM, REGISTERS_PER_THREAD = 65536, 255
 """Of every architecture from sm_80 to sm_120."""
+WARPS = (1, 2, 4, 8, 16, 32)
+"""Of a block that can be launched: a power of two, and at most 1024 threads. Triton compiles 64 warps too."""
 
 _KIB, _MIB, _GIB = 1024, 1024**2, 1024**3
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from . import paths
 from .domains import Domain, arranged, combinations
-from .entries import CTAS, PARAMETER, WARPS, WORD, Entry, read
+from .entries import CTAS, PARAMETER, WORD, Entry, read
 from .errors import SearchSpaceError
 from .expressions import Expression, Rule, listed, show
 from .installed import triton_version
 from .model import DTYPE_BYTES, Config, Problem, Silicon, Value
 from .policies import FASTEST
+from .silicon import WARPS
 
 
 def names_of(problem: Problem, silicon: Silicon) -> dict[str, Value]:
