@@ -22,8 +22,8 @@ RUNS = {"interpreter": "interpreter", "other": "not interpreter"}
 NOTHING_COLLECTED = 5
 
 
-def run(name: str, marks: str, options: list[str], report: Path) -> bool:
-    """One run of pytest; whether all went well."""
+def run(name: str, marks: str, options: list[str], report: Path) -> int:
+    """One run of pytest; its exit code."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if name == "interpreter":
         environment["TRITON_INTERPRET"] = "1"
@@ -41,8 +41,9 @@ def run(name: str, marks: str, options: list[str], report: Path) -> bool:
     ]
     began = time.monotonic()
     code = subprocess.run(command, cwd=REPOSITORY, env=environment).returncode
-    print(f"{name} tests: exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
-    return code == 0 or (code == NOTHING_COLLECTED and bool(options))
+    told = "none of them was asked for" if code == NOTHING_COLLECTED else f"exit code {code}"
+    print(f"{name} tests: {told}, {time.monotonic() - began:.0f} s", flush=True)
+    return code
 
 
 def count(report: Path, good: bool) -> dict[str, int]:
@@ -58,8 +59,12 @@ def count(report: Path, good: bool) -> dict[str, int]:
 def main(options: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         reports = {name: Path(folder, f"{name}.xml") for name in RUNS}
-        good = {name: run(name, marks, options, reports[name]) for name, marks in RUNS.items()}
+        codes = {name: run(name, marks, options, reports[name]) for name, marks in RUNS.items()}
+        good = {name: code in (0, NOTHING_COLLECTED) for name, code in codes.items()}
         counts = [count(reports[name], good[name]) for name in RUNS]
+    if all(code == NOTHING_COLLECTED for code in codes.values()):
+        print(f"no test is asked for by {' '.join(options) or 'these marks'}")
+        return NOTHING_COLLECTED
     print(", ".join(f"{sum(c[what] for c in counts)} {what}" for what in ("passed", "failed", "skipped")))
     return 0 if all(good.values()) else 1
 

@@ -7,6 +7,7 @@ import logging
 import os
 import pwd
 import re
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -18,10 +19,10 @@ from fake_gpu import H200
 from helpers import assert_right, draw, exact, interpret_kernels, run, weight_of
 from test_cli import SWEEP, process
 
-from tunegen import dispatch, launch, paths
+from tunegen import dispatch, launch, paths, plans
 from tunegen import render as rendering
 from tunegen.compile import compile_candidate
-from tunegen.errors import BuildError, CompileError
+from tunegen.errors import BuildError, CompileError, PlanError
 from tunegen.launch import Variant
 from tunegen.model import Config, Problem
 from tunegen.ops import op_spec
@@ -241,6 +242,34 @@ def test_op_runs_in_torch_where_a_template_raises(build, monkeypatch, caplog, nu
     monkeypatch.setattr(rendering, "rendering", lambda *_, **__: broken(list(BROKEN)[number], number))
     said = said_while_torch_answers(caplog)
     assert all(f"broken_{number}.py.jinja" in s for s in said)
+
+
+HANGING = {
+    "a plan": "def plan(p):\n    while True:\n        pass\n",
+    "an import": "import time\nwhile True:\n    time.sleep(1)\n",
+}
+
+
+@pytest.mark.parametrize("what", HANGING)
+def test_template_that_hangs_costs_its_deadline_once(build, what, monkeypatch):
+    """As a candidate of a sweep, which asks every config of it."""
+    monkeypatch.setattr(plans, "PLAN_SECONDS", 0.2)
+    monkeypatch.setattr(plans, "_hung", set())
+    before, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    source = replace(SOURCE, template="hanging", text=HANGING[what])
+    with pytest.raises(CompileError, match=r"^hanging\.py\.jinja: TimeoutError: no plan within 0\.2 s"):
+        plans.plan_of(source, PROBLEM, CONFIG, H200)
+    monkeypatch.setattr(plans, "PLAN_SECONDS", 1e6)
+    with pytest.raises(PlanError, match=r"^hanging\.py\.jinja: its plan has hung before$"):
+        plans.plan_of(source, PROBLEM, CONFIG, H200)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == pytest.approx(timer, abs=5), "pytest's own deadline goes on"
+
+
+def test_template_that_cannot_open_its_own_file_is_no_fault_of_the_build_folder(build):
+    source = replace(SOURCE, template="opening", text="open('/no/such/table')\n")
+    with pytest.raises(CompileError, match=r"^opening\.py\.jinja: FileNotFoundError: .*/no/such/table"):
+        load(source)
 
 
 # Triton's compile cache

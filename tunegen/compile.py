@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from .errors import BuildError, CapturedError, CompileError, first_line
 from .layouts import like_heads
 from .model import Config, Launch, Plan, Problem, Resources, Silicon
-from .plans import load, make_plan
+from .plans import plan_of
 from .silicon import REGISTERS_PER_SM, REGISTERS_PER_THREAD
 from .spec import OpSpec
 from .syntax import again
@@ -183,7 +183,7 @@ def _compiled(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) 
     layouts = spec.nestable(problem) if problem.layout == "nested" else [()]
     sources = [source for nested in layouts for source in renderings(problem, config, spec, nested)]
     for number, source in enumerate(sources):
-        plan = make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+        plan = plan_of(source, problem, config, silicon)
         for launch in plan.launches:
             classes = expected_classes(spec, problem, config, plan, launch, source.flags["nested"])
             compiled = compile_launch(launch, config, classes, target)

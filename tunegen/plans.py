@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +24,10 @@ FAILURES = (Exception, SystemExit)
 """Of a template: sys.exit() in one would end a sweep without a word, and with exit code 0."""
 SEQUENCES = (tuple, list)
 """By type: a Launch is a tuple too."""
+PLAN_SECONDS = 10.0
+"""For a template to say what one config launches; its import is in it, and the first time that of Triton."""
+
+_hung: set[str] = set()
 
 
 @lru_cache(maxsize=4096)
@@ -47,9 +54,9 @@ def load(source: KernelSource) -> ModuleType:
     path = write(source)
     try:
         return _import(path)
-    except OSError as error:
-        raise BuildError(f"cannot read the rendered kernel {path}: {error}") from error
     except FAILURES as error:
+        if isinstance(error, OSError) and error.filename == str(path):  # else the template's own code raised it
+            raise BuildError(f"cannot read the rendered kernel {path}: {error}") from error
         raise CompileError(f"{source.template}.py.jinja: {first_line(error)}") from error
 
 
@@ -75,12 +82,49 @@ def make_plan(module: ModuleType, config: Config, hidden: int, rows: int, sms: i
 
 
 def timed_plan(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon) -> Plan:
-    """The plan of the first rendering, the one that is timed, on a GPU that need not be here. Raises RenderError,
-    CompileError and PlanError."""
+    """The plan of the first rendering, the one that is timed, on a GPU that need not be here. Raises RenderError, and
+    what `plan_of` raises."""
     from .render import renderings
 
     source, *_ = renderings(problem, config, spec)
-    return make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+    return plan_of(source, problem, config, silicon)
+
+
+def plan_of(source: KernelSource, problem: Problem, config: Config, silicon: Silicon) -> Plan:
+    """What `config` launches for `problem`, on a GPU that need not be here. Raises CompileError and PlanError, where
+    the template says nothing within PLAN_SECONDS too, and from then on for every config of it."""
+    file = f"{source.template}.py.jinja"
+    if source.template in _hung:
+        raise PlanError(f"{file}: its plan has hung before")
+    try:
+        with _deadline(PLAN_SECONDS):
+            return make_plan(load(source), config, problem.hidden, problem.rows, silicon.sms)
+    except TimeoutError as error:  # not in the template's own code: a disk that hangs, say
+        raise PlanError(f"{file}: {error}") from error
+    except CompileError as error:
+        if isinstance(error.__cause__, TimeoutError):
+            _hung.add(source.template)
+        raise
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside of the block after `seconds`, in a main thread: no other one gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"no plan within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # somebody else's, which may ring later than it would have
 
 
 def _objection(plan: Plan) -> str | None:
