@@ -69,6 +69,7 @@ ON_A_GPU = {
     "host_time.py": "--out new.json",
     "norms.py": "run --run one --out new.jsonl",
     "one_family.py": "two_pass --shape 8x4096 --out new.json",
+    "parts.py": "backward:8x64 --out new.json",
     "qwen3_step.py": "measure --out new.json",
     "repeat.py": "",
     "two_gpus.py": "",

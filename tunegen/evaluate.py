@@ -173,7 +173,7 @@ class Session:
                 scores = {i: rounds[i][0].score for i, rival in enumerate(rivals) if rival}
                 playing = sorted(may_win(scores, self.spec.bytes_moved(self.problem)))
             if number and playing:
-                self._renew()
+                self.renew()
             for i, measurement in zip(playing, self._round([makes[i] for i in playing]), strict=True):
                 rounds[i].append(measurement)
         return rounds
@@ -187,7 +187,7 @@ class Session:
             LOG.warning("%s: no torch.compile beside it: %s", self.problem.label(), first_line(error))
         return self.form
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Another bench, whose buffers lie elsewhere."""
         with self.seconds.on("opening problems"):
             del self.bench
