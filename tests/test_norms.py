@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import fake_norms
 import norms
@@ -393,6 +394,11 @@ def test_remarks_say_who_has_no_time_and_who_failed_the_gate():
         f"Apex: not measured: ModuleNotFoundError: No module named 'apex' ({CELL.label()})",
         f"FLA: timed though it fails the gate of  ({CELL.label()})",
     ]
+
+
+def test_the_table_in_the_repository_is_that_of_the_results():
+    results = Path(norms.__file__).parent / "results" / "h200_norms.csv"
+    assert results.with_suffix(".md").read_text(encoding="utf-8") == markdown(contests(read(results)))
 
 
 def test_the_table_to_sweep_holds_the_cells():
