@@ -262,6 +262,8 @@ def test_template_that_hangs_costs_its_deadline_once(build, what, monkeypatch):
     monkeypatch.setattr(plans, "PLAN_SECONDS", 1e6)
     with pytest.raises(PlanError, match=r"^hanging\.py\.jinja: its plan has hung before$"):
         plans.plan_of(source, PROBLEM, CONFIG, H200)
+    sound = replace(source, op="add_rms_norm", text=SOURCE.text)
+    assert plans.plan_of(sound, PROBLEM, CONFIG, H200).launches, "a template of that name of another op is another"
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == pytest.approx(timer, abs=5), "pytest's own deadline goes on"
 

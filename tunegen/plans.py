@@ -27,7 +27,7 @@ SEQUENCES = (tuple, list)
 PLAN_SECONDS = 10.0
 """For a template to say what one config launches; its import is in it, and the first time that of Triton."""
 
-_hung: set[str] = set()
+_hung: set[tuple[str, str]] = set()
 
 
 @lru_cache(maxsize=4096)
@@ -93,8 +93,8 @@ def timed_plan(spec: OpSpec, problem: Problem, config: Config, silicon: Silicon)
 def plan_of(source: KernelSource, problem: Problem, config: Config, silicon: Silicon) -> Plan:
     """What `config` launches for `problem`, on a GPU that need not be here. Raises CompileError and PlanError, where
     the template says nothing within PLAN_SECONDS too, and from then on for every config of it."""
-    file = f"{source.template}.py.jinja"
-    if source.template in _hung:
+    file, template = f"{source.template}.py.jinja", (source.op, source.template)
+    if template in _hung:
         raise PlanError(f"{file}: its plan has hung before")
     try:
         with _deadline(PLAN_SECONDS):
@@ -103,7 +103,7 @@ def plan_of(source: KernelSource, problem: Problem, config: Config, silicon: Sil
         raise PlanError(f"{file}: {error}") from error
     except CompileError as error:
         if isinstance(error.__cause__, TimeoutError):
-            _hung.add(source.template)
+            _hung.add(template)
         raise
 
 
