@@ -4,7 +4,7 @@
 
 Of each problem (bf16) the config that answers untuned calls, by the protocol of a sweep (`tunegen/bench.py`): all
 kernels and the first are replayed in the same blocks, in rounds on new buffers. The first has the pass over the rows;
-behind it backward adds up dw. "Of copies" is by the bytes that must move: 1.5 copies of x for backward.
+behind it backward adds up dw. Shares of a copy are by the bytes that must move, 1.5 copies of x for backward.
 
     ncu --profile-from-start off --csv --page raw --log-file ncu.csv --section SpeedOfLight --section WarpStateStats \\
         --section LaunchStats python benchmarks/parts.py backward:4096x12288 --once
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rivals.session import copied
 from sweeping import record, write
 
 from tunegen import dispatch
-from tunegen.bench import FINAL_BLOCKS, Call
+from tunegen.bench import FINAL_BLOCKS, Bench
 from tunegen.evaluate import Session
 from tunegen.launch import Variant
 from tunegen.model import DIRECTIONS, Plan
@@ -46,38 +47,42 @@ class FirstKernel(Variant):
         return whole._replace(launches=whole.launches[:1])
 
 
-def calls_of(session: Session, variant: Variant) -> dict[str, Call]:
-    """By name, on the buffers that the session has now."""
-    first = FirstKernel(
-        variant.source, variant.config, variant.constants, variant.accumulate, variant.device, variant.sms
-    )
-    bench = session.bench
-    return {"call": bench.call(variant), "first kernel": bench.call(first), "copy": partial(copied, bench)}
+def variants_of(session: Session, cell: Cell) -> dict[str, Variant]:
+    """By name, of the config that answers untuned calls; ends the script where that is wrong."""
+    config = load_space(cell.op).default(session.problem, session.silicon)
+    assert config is not None
+    whole, *others = session.variants(config)
+    verdict = session.verify([whole, *others])
+    if not verdict.ok:
+        raise SystemExit(f"{cell.label()}: {config.label()} fails the gate: {verdict.reason}")
+    first = FirstKernel(whole.source, config, whole.constants, whole.accumulate, whole.device, whole.sms)
+    return {"call": whole, "first_kernel": first}
 
 
-def timed(session: Session, variant: Variant) -> dict[str, float]:
-    """Microseconds, medians over the blocks of all rounds."""
+def timed(session: Session, variants: Mapping[str, Variant]) -> dict[str, float]:
+    """Microseconds of each and of a copy, medians over the blocks of all rounds."""
     blocks: dict[str, list[float]] = {}
     for number in range(ROUNDS):
         if number:
             session.renew()
-        calls = calls_of(session, variant)
-        graphs = [session.bench.capture(call) for call in calls.values()]
-        for name, found in zip(calls, session.bench.measure(graphs, FINAL_BLOCKS), strict=True):
+        bench = session.bench
+        calls = {name: bench.call(variant) for name, variant in variants.items()}
+        calls["copy"] = partial(copied, bench)
+        graphs = [bench.capture(call) for call in calls.values()]
+        for name, found in zip(calls, bench.measure(graphs, FINAL_BLOCKS), strict=True):
             blocks.setdefault(name, []).extend(found.blocks)
     return {name: round(statistics.median(own), 2) for name, own in blocks.items()}
 
 
-def once(session: Session, variant: Variant) -> None:
+def once(bench: Bench, variant: Variant) -> None:
     """One call and one copy for a profiler, after those that warm them up."""
-    calls = calls_of(session, variant)
-    with torch.cuda.stream(session.bench.stream):
-        for name in ("call", "copy"):
+    with torch.cuda.stream(bench.stream):
+        for call in (bench.call(variant), partial(copied, bench)):
             for _ in range(3):
-                calls[name](0)
+                call(0)
             torch.cuda.synchronize()
             with torch.cuda.profiler.profile():  # type: ignore[no-untyped-call]
-                calls[name](0)
+                call(0)
                 torch.cuda.synchronize()
 
 
@@ -101,21 +106,17 @@ def main() -> None:
     silicon, device = dispatch.silicon_of(0), torch.device("cuda", 0)
     rows: list[dict[str, Any]] = []
     for cell in options.problems:
-        problem = cell.problem()
-        config = load_space(problem.op).default(problem, silicon)
-        assert config is not None
-        session = Session(problem, silicon, device, 0)
-        variant, *others = session.variants(config)
-        verdict = session.verify([variant, *others])
-        if not verdict.ok:
-            parser.exit(1, f"{cell.label()}: {config.label()} fails the gate: {verdict.reason}\n")
+        session = Session(cell.problem(), silicon, device, 0)
+        variants = variants_of(session, cell)
         if options.once:
-            once(session, variant)
+            once(session.bench, variants["call"])
             continue
-        us = timed(session, variant)
-        shares = {name: round(cell.streams / 2 * us["copy"] / us[name], 3) for name in ("call", "first kernel")}
-        rows.append({"problem": cell.label(), "config": config.label(), "us": us, "of copies": shares})
-        print(f"{cell.label():28} {us}, of copies {shares}", flush=True)
+        us = timed(session, variants)
+        shares = {name: round(cell.streams / 2 * us["copy"] / us[name], 3) for name in variants}
+        rows.append(
+            {"problem": cell.label(), "config": variants["call"].config.label(), "us": us, "share_of_copy": shares}
+        )
+        print(f"{cell.label():28} {us}, of a copy {shares}", flush=True)
     if not options.once:
         write(options.out, record({"problems": rows}, **versions(0)))
 
